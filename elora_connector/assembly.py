@@ -1,0 +1,132 @@
+"""The one place where parts are put together; everything else is given its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elora_connector.config import EloraConfig
+from elora_connector.core.ledger import AdapterLedger, Level
+from elora_connector.core.policy import policy_named
+from elora_connector.core.tree import DependencyTree
+from elora_connector.core.types import Rank, Tier
+from elora_connector.core.victims import VictimQueue
+from elora_connector.errors import ConfigError
+from elora_connector.manager import Manager
+from elora_connector.metrics import Recorder
+from elora_connector.tiers.base import LookupResult, RemoteTier, Result
+from elora_connector.tiers.host import SlotPool
+from elora_connector.tiers.instrumented import InstrumentedTier
+from elora_connector.tiers.lookup import RemoteLookup
+from elora_connector.tiers.redis import RedisTier
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """vLLM's `max_loras` and `max_cpu_loras`."""
+
+    slots: int
+    host_capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What the scheduler side is built from; `ledger` is None without LoRA, `lookup`
+    without a remote tier."""
+
+    manager: Manager
+    recorder: Recorder
+    ledger: AdapterLedger | None
+    lookup: RemoteLookup | None
+    ranks: int
+
+
+def host_slots(config: EloraConfig, chunk_bytes: int) -> int:
+    """Slots of one rank's host tier.
+
+    Raises:
+        ConfigError: not even one chunk fits.
+    """
+    slots = config.host_bytes // chunk_bytes
+    if slots < 1:
+        raise ConfigError(
+            f"max_local_cpu_size = {config.max_local_cpu_size:g} GB holds no chunk: one chunk of "
+            f"{config.chunk_size} tokens takes {chunk_bytes / 1024**3:.4f} GB on each rank"
+        )
+    return slots
+
+
+def assemble_scheduler(
+    config: EloraConfig,
+    chunk_bytes: int,
+    ranks: Sequence[Rank],
+    lora: LoraLimits | None,
+    remote: RemoteTier | None,
+    recorder: Recorder,
+) -> SchedulerParts:
+    """Tree, slots, manager, ledger and look-up of one engine's scheduler."""
+    slots = host_slots(config, chunk_bytes)
+    tree = DependencyTree(chunk_nbytes=chunk_bytes)
+    victims = VictimQueue(tree, Tier.HOST, policy_named(config.cache_policy.lower()))
+    put_limit = max(1, config.remote.write_queue_bytes // chunk_bytes)
+    manager = Manager(
+        tree,
+        SlotPool(slots),
+        victims,
+        ranks=len(ranks),
+        pin_limit=max(1, int(config.pin_share * slots)),
+        put_limit=put_limit if remote is not None else 0,
+    )
+    ledger = None
+    if lora is not None:
+        ledger = AdapterLedger(lora.slots, lora.host_capacity, Level(config.residency))
+    lookup = None
+    if remote is not None:
+        lookup = RemoteLookup(remote, ranks, config.remote.ttl_s)
+    return SchedulerParts(manager, recorder, ledger, lookup, len(ranks))
+
+
+def remote_tier(config: EloraConfig, recorder: Recorder) -> RemoteTier | None:
+    """The configured remote tier with its metrics, or None.
+
+    Raises:
+        ConfigError: the URL's scheme is not supported, or Redis is not reachable and
+            `remote.fail_open` is off.
+    """
+    if config.remote_url is None:
+        return None
+    remote = config.remote
+    inner = RedisTier(
+        config.remote_url,
+        ttl_s=remote.ttl_s,
+        connect_timeout_s=remote.connect_timeout_ms / 1000,
+        operation_timeout_s=remote.operation_timeout_ms / 1000,
+        checksum=remote.checksum,
+        mac_key=remote.mac_key,
+        username=remote.username,
+        password=remote.password,
+        ssl_ca=_path(remote.ca_file),
+        ssl_cert=_path(remote.cert_file),
+        ssl_key=_path(remote.key_file),
+        fail_open=remote.fail_open,
+        max_connections=remote.io_threads + 2,
+    )
+    return InstrumentedTier(inner, _observer(recorder))
+
+
+def _path(name: str | None) -> str | None:
+    return None if name is None else str(Path(name).expanduser())
+
+
+def _observer(recorder: Recorder) -> Callable[[str, Result | LookupResult, float], None]:
+    def observe(operation: str, result: Result | LookupResult, seconds: float) -> None:
+        recorder.add("remote_operations", 1, operation, result.outcome.value)
+        if result.reason:
+            recorder.add("remote_errors", 1, result.reason)
+        if isinstance(result, Result) and result.nbytes:
+            direction = "remote_to_host" if operation == "read_into" else "host_to_remote"
+            recorder.add("bytes", result.nbytes, direction)
+            recorder.add("seconds", seconds, direction)
+
+    return observe

@@ -1,0 +1,203 @@
+"""LeafTable: the eviction candidates of one tier as dense numpy columns.
+
+A policy scores all candidates with a handful of vector operations, so nothing
+has to be kept in order while nodes are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elora_connector.core.node import NOT_LISTED, Node, NodeKind
+from elora_connector.core.types import Tier
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_FIRST_CAPACITY: Final = 64
+
+
+class VisitClock:
+    """Exponentially decayed visit counts at the price of one addition per visit.
+
+    A visit at `now` adds exp((now - base) / decay_s) to a node's weight, and the decayed
+    count is weight x exp(-(now - base) / decay_s): the decay is one factor common to all
+    nodes.  `decay_s` = inf makes it a plain count.
+    """
+
+    __slots__ = ("base", "decay_s")
+
+    MAX_EXPONENT: Final = 64.0
+
+    def __init__(self, decay_s: float = math.inf) -> None:
+        if not decay_s > 0:
+            raise ValueError(f"decay_s must be positive, got {decay_s}")
+        self.decay_s = decay_s
+        self.base = 0.0
+
+    def exponent(self, now: float) -> float:
+        """Age of the base in units of `decay_s`; a clock that went back counts as none."""
+        return max(0.0, (now - self.base) / self.decay_s)
+
+    def gain(self, now: float) -> float:
+        """Weight of one visit.  The caller rebases before the exponent passes its maximum."""
+        return math.exp(self.exponent(now))
+
+    def scale(self, now: float) -> float:
+        """Factor from weight to decayed visits."""
+        return math.exp(-self.exponent(now))
+
+
+class LeafTable:
+    """Exactly the unpinned READY nodes without resident children in one tier (I2, I3).
+
+    Rows are dense and in no order: removal moves the last row into the hole.  The
+    column properties are views of shape [len(table)], valid until the next change; a
+    policy reads them and must not write.
+    """
+
+    __slots__ = (
+        "_adapter",
+        "_clock",
+        "_is_adapter",
+        "_last",
+        "_nbytes",
+        "_seq",
+        "_weight",
+        "changes",
+        "nodes",
+        "tier",
+    )
+
+    def __init__(self, tier: Tier, clock: VisitClock | None = None) -> None:
+        self.tier = tier
+        self.nodes: list[Node] = []
+        self.changes = 0
+        """Raised by every change, so that a queue can tell whether it has seen them all."""
+        self._clock = clock or VisitClock()
+        self._last: FloatArray = np.empty(_FIRST_CAPACITY, np.float64)
+        self._weight: FloatArray = np.empty(_FIRST_CAPACITY, np.float64)
+        self._nbytes: IntArray = np.empty(_FIRST_CAPACITY, np.int64)
+        self._seq: IntArray = np.empty(_FIRST_CAPACITY, np.int64)
+        self._adapter: IntArray = np.empty(_FIRST_CAPACITY, np.int64)
+        self._is_adapter: BoolArray = np.empty(_FIRST_CAPACITY, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def last(self) -> FloatArray:
+        """Time of last use, seconds."""
+        return self._last[: len(self.nodes)]
+
+    @property
+    def nbytes(self) -> IntArray:
+        """Size in bytes."""
+        return self._nbytes[: len(self.nodes)]
+
+    @property
+    def seq(self) -> IntArray:
+        """Creation number."""
+        return self._seq[: len(self.nodes)]
+
+    @property
+    def adapter(self) -> IntArray:
+        """`AdapterNode.index` of the adapter above."""
+        return self._adapter[: len(self.nodes)]
+
+    @property
+    def is_adapter(self) -> BoolArray:
+        """True where the row is an adapter, not a chunk."""
+        return self._is_adapter[: len(self.nodes)]
+
+    def visits(self, now: float) -> FloatArray:
+        """Decayed visit counts at `now` (a new array)."""
+        return self._weight[: len(self.nodes)] * self._clock.scale(now)
+
+    def add(self, node: Node) -> None:
+        """List `node`, which must not be listed in this tier."""
+        node.rows[self.tier] = self._append(node)
+        node.listed += 1
+        self.changes += 1
+
+    def remove(self, node: Node) -> None:
+        """Unlist `node`, which must be listed in this tier."""
+        row = node.rows[self.tier]
+        moved = self.nodes.pop()
+        if moved is not node:
+            self.nodes[row] = moved
+            moved.rows[self.tier] = row
+            last = len(self.nodes)
+            for column in self._columns():
+                column[row] = column[last]
+        node.rows[self.tier] = NOT_LISTED
+        node.listed -= 1
+        self.changes += 1
+
+    def update(self, node: Node) -> None:
+        """Copy the facts of a listed node again."""
+        self._write(node.rows[self.tier], node)
+        self.changes += 1
+
+    def reload_weights(self) -> None:
+        """Copy every node's weight again (the visit clock was rebased)."""
+        for row, node in enumerate(self.nodes):
+            self._weight[row] = node.weight
+
+    def fill(self, nodes: Iterable[Node]) -> None:
+        """Make this a scratch table of `nodes`, not linked from them.
+
+        For scoring nodes that are not leaves yet with the same vectorised function.
+        """
+        self.nodes.clear()
+        for node in nodes:
+            self._append(node)
+
+    def clear(self) -> None:
+        """Unlist every node."""
+        for node in self.nodes:
+            node.rows[self.tier] = NOT_LISTED
+            node.listed -= 1
+        self.nodes.clear()
+        self.changes += 1
+
+    def _append(self, node: Node) -> int:
+        row = len(self.nodes)
+        if row == len(self._last):
+            self._grow()
+        self.nodes.append(node)
+        self._write(row, node)
+        return row
+
+    def _write(self, row: int, node: Node) -> None:
+        self._last[row] = node.last_use
+        self._weight[row] = node.weight
+        self._nbytes[row] = node.nbytes
+        self._seq[row] = node.seq
+        self._adapter[row] = -1 if node.adapter is None else node.adapter.index
+        self._is_adapter[row] = node.kind is NodeKind.ADAPTER
+
+    def _columns(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            self._last,
+            self._weight,
+            self._nbytes,
+            self._seq,
+            self._adapter,
+            self._is_adapter,
+        )
+
+    def _grow(self) -> None:
+        # New arrays, not resize(): views that a policy still holds stay valid.
+        self._last = np.concatenate((self._last, np.empty_like(self._last)))
+        self._weight = np.concatenate((self._weight, np.empty_like(self._weight)))
+        self._nbytes = np.concatenate((self._nbytes, np.empty_like(self._nbytes)))
+        self._seq = np.concatenate((self._seq, np.empty_like(self._seq)))
+        self._adapter = np.concatenate((self._adapter, np.empty_like(self._adapter)))
+        self._is_adapter = np.concatenate((self._is_adapter, np.empty_like(self._is_adapter)))

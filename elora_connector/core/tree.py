@@ -1,0 +1,438 @@
+"""The usage-dependency tree: virtual root -> adapters -> chunks.
+
+The tree records where bytes are and keeps every count that a decision needs, so
+that nothing is ever searched for.  It breaks a rule of the caller's with
+`InvariantError` before anything changed; it decides nothing itself.
+
+Prepare (`add`, `set_pending`), move the bytes, then publish (`set_ready`) or roll
+back (`set_absent`).  One thread owns a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from elora_connector.core.leaves import LeafTable, VisitClock
+from elora_connector.core.node import NO_SLOT, TIERS, AdapterNode, Node, NodeKind
+from elora_connector.core.types import BASE, ChunkKey, Identity, Residency, Tier
+from elora_connector.errors import InvariantError
+
+# Module names: an enum member looked up through its class costs several times more.
+_ABSENT: Final = Residency.ABSENT
+_PENDING: Final = Residency.PENDING
+_READY: Final = Residency.READY
+_GPU: Final = Tier.GPU
+_HOST: Final = Tier.HOST
+_REMOTE: Final = Tier.REMOTE
+_CHUNK: Final = NodeKind.CHUNK
+
+
+class DependencyTree:
+    """Residency, use and dependencies of adapters and chunks.
+
+    Args:
+        chunk_nbytes: default size of a chunk over one rank.
+        visit_decay_s: time constant of the decayed visit counts; inf counts visits.
+    """
+
+    def __init__(self, chunk_nbytes: int = 0, visit_decay_s: float = math.inf) -> None:
+        self.chunk_nbytes = chunk_nbytes
+        self.clock = VisitClock(visit_decay_s)
+        self.leaves: tuple[LeafTable, ...] = tuple(LeafTable(t, self.clock) for t in TIERS)
+        self._seq = 0
+        self._next_adapter = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.root = Node(ChunkKey(b""), None, None, nbytes=0, seq=-1, now=0.0)
+        self._adapters: dict[Identity, AdapterNode] = {}
+        self._index: dict[ChunkKey, Node] = {}
+        self._used = [[0] * len(TIERS) for _ in NodeKind]
+        self._resident = [[0] * len(TIERS) for _ in NodeKind]
+        self._pinned = 0
+
+    # Reading
+
+    def __len__(self) -> int:
+        """Number of chunk nodes."""
+        return len(self._index)
+
+    @property
+    def adapters(self) -> Iterator[AdapterNode]:
+        """All adapter nodes, oldest first."""
+        return iter(self._adapters.values())
+
+    @property
+    def chunks(self) -> Iterator[Node]:
+        """All chunk nodes, oldest first."""
+        return iter(self._index.values())
+
+    @property
+    def pinned(self) -> int:
+        """Number of nodes with at least one pin."""
+        return self._pinned
+
+    def find_adapter(self, identity: Identity) -> AdapterNode | None:
+        """The node of `identity`, if there is one."""
+        return self._adapters.get(identity)
+
+    def find(self, key: ChunkKey) -> Node | None:
+        """The chunk node of `key`, if there is one."""
+        return self._index.get(key)
+
+    def match(self, keys: Sequence[ChunkKey], tier: Tier) -> int:
+        """How many of `keys`, counted from the first, are READY in `tier`."""
+        get = self._index.get
+        count = 0
+        for key in keys:
+            node = get(key)
+            if node is None or node.state[tier] is not _READY:
+                break
+            count += 1
+        return count
+
+    def nodes(self, keys: Sequence[ChunkKey]) -> list[Node]:
+        """The nodes of `keys`, counted from the first, up to the first that has none."""
+        get = self._index.get
+        found: list[Node] = []
+        for key in keys:
+            node = get(key)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def used_bytes(self, tier: Tier, kind: NodeKind | None = None) -> int:
+        """Bytes of nodes PENDING or READY in `tier`, of one kind or both (I4)."""
+        if kind is None:
+            return sum(used[tier] for used in self._used)
+        return self._used[kind][tier]
+
+    def num_resident(self, tier: Tier, kind: NodeKind | None = None) -> int:
+        """Nodes PENDING or READY in `tier`, of one kind or both."""
+        if kind is None:
+            return sum(counts[tier] for counts in self._resident)
+        return self._resident[kind][tier]
+
+    def visits(self, node: Node, now: float) -> float:
+        """Decayed visit count of a node."""
+        return node.weight * self.clock.scale(now)
+
+    def descendants(self, node: Node) -> list[Node]:
+        """All nodes below `node`, children before parents, as a list of its own."""
+        order: list[Node] = []
+        stack = [node]
+        while stack:
+            children = stack.pop().children
+            if children:
+                order.extend(children.values())
+                stack.extend(children.values())
+        order.reverse()
+        return order
+
+    # Nodes
+
+    def adapter(self, identity: Identity, now: float, nbytes: int = 0) -> AdapterNode:
+        """Get or create an adapter's node; `nbytes` counts only on creation (see `resize`)."""
+        node = self._adapters.get(identity)
+        if node is None:
+            node = AdapterNode(
+                identity,
+                self.root,
+                index=self._next_adapter,
+                always_resident=identity == BASE,
+                nbytes=nbytes,
+                seq=self._take_seq(),
+                now=now,
+            )
+            self._next_adapter += 1
+            self._adapters[identity] = node
+        return node
+
+    def forget_adapter(self, node: AdapterNode) -> None:
+        """Remove an adapter that has no chunks, no residency and no pins.
+
+        Raises:
+            InvariantError: it has some; nothing changed.
+        """
+        self._require_attached(node)
+        if node.children or node.pins or any(map(node.resident, TIERS)):
+            raise InvariantError(f"I1: {node!r} is in use and cannot be forgotten")
+        del self._adapters[node.identity]
+        node.parent = None
+
+    def add(self, parent: Node, key: ChunkKey, now: float, nbytes: int | None = None) -> Node:
+        """Get or create the chunk `key` under `parent`, ABSENT in every tier.
+
+        A new node is to be made resident, pinned or handed to `prune`.
+
+        Raises:
+            InvariantError: the chunk exists under another parent, or `parent` left the tree.
+        """
+        node = self._index.get(key)
+        if node is not None:
+            if node.parent is not parent:
+                raise InvariantError(f"I1: {node!r} exists under another parent than {parent!r}")
+            return node
+        self._require_attached(parent)
+        node = Node(
+            key,
+            parent,
+            parent.adapter,
+            nbytes=self.chunk_nbytes if nbytes is None else nbytes,
+            seq=self._take_seq(),
+            now=now,
+        )
+        self._index[key] = node
+        if parent.children is None:
+            parent.children = {}
+        parent.children[key] = node
+        return node
+
+    def prune(self, node: Node) -> int:
+        """Remove `node`, and then its parents, as far as they are unused chunks.
+
+        Unused: ABSENT in every tier, without children and pins.  Returns how many went.
+        """
+        count = 0
+        while node.kind is _CHUNK and node.parent is not None and _unused(node):
+            parent = node.parent
+            assert parent.children is not None
+            del parent.children[node.key]
+            del self._index[node.key]
+            node.parent = None
+            node = parent
+            count += 1
+        return count
+
+    def resize(self, node: Node, nbytes: int) -> None:
+        """Correct a node's size (an adapter's is known only after its load)."""
+        self._require_attached(node)
+        for tier in TIERS:
+            if node.resident(tier):
+                self._used[node.kind][tier] += nbytes - node.nbytes
+        node.nbytes = nbytes
+        self._facts_changed(node)
+
+    def reset(self) -> None:
+        """Drop everything.  Nodes that jobs still hold become detached."""
+        for node in (*self._index.values(), *self._adapters.values()):
+            node.parent = None
+            node.children = None
+        for table in self.leaves:
+            table.clear()
+        self._clear()
+
+    # Residency
+
+    def set_pending(self, node: Node, tier: Tier, slot: int = NO_SLOT, generation: int = 0) -> None:
+        """ABSENT -> PENDING: room is reserved, a job will bring the bytes.
+
+        `slot` and `generation` are the place in the host buffer, for the host tier only.
+
+        Raises:
+            InvariantError: not ABSENT, or (I1) the parent is not resident in gpu or host.
+        """
+        self._require_attached(node)
+        if slot != NO_SLOT and tier is not _HOST:
+            raise ValueError(f"only the host tier has slots, got slot {slot} for {tier.name}")
+        if node.state[tier] is not _ABSENT:
+            raise InvariantError(f"I5: {node!r} cannot become PENDING in {tier.name}")
+        self._require_parent(node, tier, _PENDING)
+        if tier is _HOST:
+            node.slot = slot
+            node.generation = generation
+        self._enter(node, tier, _PENDING)
+
+    def set_ready(self, node: Node, tier: Tier) -> None:
+        """PENDING -> READY: the bytes are there; READY again is no change.
+
+        From ABSENT too where no slot is involved (gpu, remote, adapters): the caller
+        learns of the bytes after the fact.
+
+        Raises:
+            InvariantError: (I1) the parent is not READY in gpu or host, or a host chunk
+                was not PENDING.
+        """
+        self._require_attached(node)
+        state = node.state[tier]
+        if state is _READY:
+            return
+        self._require_parent(node, tier, _READY)
+        if state is _PENDING:
+            node.state[tier] = _READY
+        elif tier is _HOST and node.kind is _CHUNK:
+            raise InvariantError(f"I5: {node!r} was not prepared in HOST")
+        else:
+            self._enter(node, tier, _READY)
+        self._list_if_leaf(node, tier)
+
+    def set_absent(self, node: Node, tier: Tier) -> None:
+        """Evicted, or a job rolled back; ABSENT already is no change.  Prunes.
+
+        Raises:
+            InvariantError: (I1) a child is resident in gpu or host, or (I2) a READY host
+                chunk is pinned.  That vLLM took GPU blocks or an adapter is a fact, not
+                our decision, so pins do not hold there.
+        """
+        self._require_attached(node)
+        if node.state[tier] is _ABSENT:
+            return
+        self._require_evictable(node, tier)
+        self._unlist(node, tier)
+        node.state[tier] = _ABSENT
+        if tier is _HOST:
+            node.slot = NO_SLOT
+            node.generation = 0
+        self._used[node.kind][tier] -= node.nbytes
+        self._resident[node.kind][tier] -= 1
+        parent = node.parent
+        assert parent is not None
+        parent.resident_children[tier] -= 1
+        if not parent.resident_children[tier]:
+            self._list_if_leaf(parent, tier)
+        self.prune(node)
+
+    def _enter(self, node: Node, tier: Tier, state: Residency) -> None:
+        node.state[tier] = state
+        self._used[node.kind][tier] += node.nbytes
+        self._resident[node.kind][tier] += 1
+        parent = node.parent
+        assert parent is not None
+        parent.resident_children[tier] += 1
+        self._unlist(parent, tier)
+
+    # Use
+
+    def pin(self, node: Node) -> None:
+        """Protect from eviction and pruning until as many `unpin`."""
+        self._require_attached(node)
+        node.pins += 1
+        if node.pins == 1:
+            self._pinned += 1
+            for tier in TIERS:
+                self._unlist(node, tier)
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`; prunes.  Works on a node that a reset detached.
+
+        Raises:
+            InvariantError: the node is not pinned.
+        """
+        if not node.pins:
+            raise InvariantError(f"I2: {node!r} is not pinned")
+        node.pins -= 1
+        if node.pins or not node.attached:
+            return
+        self._pinned -= 1
+        for tier in TIERS:
+            self._list_if_leaf(node, tier)
+        self.prune(node)
+
+    def touch(self, nodes: Iterable[Node], now: float) -> None:
+        """Count a visit of each node at `now`.
+
+        Pass the whole path, adapter first: a parent that is visited less often than its
+        child would be ranked below it.
+        """
+        clock = self.clock
+        if clock.exponent(now) > clock.MAX_EXPONENT:
+            self._rebase(now)
+        gain = clock.gain(now)
+        for node in nodes:
+            node.last_use = now
+            node.weight += gain
+            node.version += 1
+            if node.listed:
+                self._update_rows(node)
+
+    def _rebase(self, now: float) -> None:
+        scale = self.clock.scale(now)
+        self.clock.base = now
+        for node in (*self._index.values(), *self._adapters.values()):
+            node.weight *= scale
+        for table in self.leaves:
+            table.reload_weights()
+
+    def _facts_changed(self, node: Node) -> None:
+        node.version += 1
+        self._update_rows(node)
+
+    def _update_rows(self, node: Node) -> None:
+        for tier in TIERS:
+            if node.rows[tier] >= 0:
+                self.leaves[tier].update(node)
+
+    # Rules
+
+    def _take_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _list_if_leaf(self, node: Node, tier: Tier) -> None:
+        if (
+            node.state[tier] is _READY
+            and not node.pins
+            and not node.resident_children[tier]
+            and node.rows[tier] < 0
+        ):
+            self.leaves[tier].add(node)
+
+    def _unlist(self, node: Node, tier: Tier) -> None:
+        if node.rows[tier] >= 0:
+            self.leaves[tier].remove(node)
+
+    def _require_attached(self, node: Node) -> None:
+        if node.parent is None:
+            raise InvariantError(f"I1: {node!r} is not in the tree")
+
+    def _require_parent(self, node: Node, tier: Tier, state: Residency) -> None:
+        """I1 upwards: the parent is at least as far in this tier as the node will be."""
+        parent = node.parent
+        assert parent is not None
+        if needs_parent(node, tier) and parent.state[tier] < state:
+            raise InvariantError(
+                f"I1: {node!r} cannot become {state.name} in {tier.name} under {parent!r}"
+            )
+
+    def _require_evictable(self, node: Node, tier: Tier) -> None:
+        """I1 downwards, and no eviction under a reader."""
+        if node.resident_children[tier] and needs_to_stay(node, tier):
+            raise InvariantError(f"I1: {node!r} has resident children in {tier.name}")
+        if node.kind is _CHUNK and tier is _HOST and node.pins and node.state[tier] is _READY:
+            raise InvariantError(f"I2: {node!r} is pinned in {tier.name}")
+
+
+def needs_parent(node: Node, tier: Tier) -> bool:
+    """Whether I1 ties the node's residency in `tier` to its parent's.
+
+    A remote residency is a hint.  A host chunk needs its adapter known, not loaded; a GPU
+    chunk needs it in a slot, unless it is the base model.
+    """
+    if tier is _REMOTE or node.kind is not _CHUNK:
+        return False
+    parent = node.parent
+    if not isinstance(parent, AdapterNode):
+        return True
+    return tier is _GPU and not parent.always_resident
+
+
+def needs_to_stay(node: Node, tier: Tier) -> bool:
+    """Whether I1 keeps a node in `tier` while a child is resident there."""
+    if tier is _REMOTE:
+        return False
+    if not isinstance(node, AdapterNode):
+        return True
+    return tier is _GPU and not node.always_resident
+
+
+def _unused(node: Node) -> bool:
+    return (
+        not node.children
+        and not node.pins
+        and node.state[_GPU] is _ABSENT
+        and node.state[_HOST] is _ABSENT
+        and node.state[_REMOTE] is _ABSENT
+    )

@@ -1,0 +1,115 @@
+"""Contract of a remote tier: a store of whole chunk values under string keys.
+
+Four questions, answered once for every implementation:
+
+* Does a call change state?  `read_into` and `leading` do not; the others do.
+* When is the result safe to use?  `read_into` returns OK only after header,
+  length, checksum and (if configured) MAC agreed; before that the destination
+  must be treated as garbage.
+* What on zero or too much?  Empty input gives an empty result without I/O; a
+  value larger than its destination is BAD, never a partial read.
+* Which thread calls it?  I/O threads only, several at once; never vLLM's own.
+
+A failing store is data, not an exception: every call returns a result whose
+`outcome` says what happened, within the configured deadlines.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from elora_connector.core.types import ChunkKey, Identity, Rank
+
+
+class Outcome(enum.Enum):
+    """How one remote operation ended."""
+
+    OK = "ok"
+    MISS = "miss"
+    BAD = "bad"
+    """The bytes are not the value asked for (`reason` says why); never used."""
+    ERROR = "error"
+    """The store did not answer, answered with an error, or the breaker is open."""
+
+
+class Health(enum.Enum):
+    """State of the circuit breaker in front of a store."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """What a value must claim to be before its payload is looked at.
+
+    `nbytes` is the payload size; `shape` and `dtype` describe one rank's chunk.
+    """
+
+    key: str
+    namespace: bytes
+    identity: Identity
+    chunk: ChunkKey
+    parent: bytes
+    rank: Rank
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """End of one operation: outcome, a stable `reason` word for metrics, bytes moved."""
+
+    outcome: Outcome
+    reason: str = ""
+    nbytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """`count`: how many of the given groups exist in full, counted from the first."""
+
+    outcome: Outcome
+    count: int = 0
+    reason: str = ""
+
+
+@runtime_checkable
+class RemoteTier(Protocol):
+    """A store shared by several vLLM instances."""
+
+    def leading(self, groups: Sequence[Sequence[str]]) -> LookupResult:
+        """Count the leading groups (one chunk's keys over all ranks) that exist.
+
+        One round trip for the whole prompt.  A hole ends the count.
+        """
+        ...
+
+    def read_into(self, spec: ValueSpec, dest: memoryview) -> Result:
+        """Read and verify one value; `dest` is a writable view of `spec.nbytes` bytes."""
+        ...
+
+    def write(self, spec: ValueSpec, payload: memoryview) -> Result:
+        """Store one value with the configured TTL unless the key exists (both are OK)."""
+        ...
+
+    def refresh(self, keys: Sequence[str]) -> Result:
+        """Restart the TTL of keys that are in use, root first, in one round trip."""
+        ...
+
+    def health(self) -> Health:
+        """State of the breaker, without I/O."""
+        ...
+
+    def close(self) -> None:
+        """Drop connections and stop background threads; idempotent."""
+        ...

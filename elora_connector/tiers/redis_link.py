@@ -1,0 +1,296 @@
+"""One connection to Redis, with one absolute deadline over everything it does.
+
+redis-py opens the connection (URL, TCP, TLS or unix socket, login).  From then on the
+few replies needed are read here, for two reasons: a payload moves straight between
+socket and slot, and a deadline bounds the whole operation, where a socket timeout
+bounds only each `recv` and a server that trickles bytes could hold a thread for ever.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+
+from elora_connector.tiers.redis_failure import (
+    TLS_ALERT,
+    LinkClosedError,
+    ReplyError,
+    StoreError,
+    not_redis,
+)
+
+_SCRATCH_BYTES: Final = 16 * 1024
+
+Reply = int | str | None
+
+
+def pack(*args: str | bytes | int) -> bytes:
+    """One command in RESP."""
+    parts = [b"*%d\r\n" % len(args)]
+    for arg in args:
+        data = arg if isinstance(arg, bytes) else str(arg).encode("utf-8", "surrogatepass")
+        parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return b"".join(parts)
+
+
+def pack_set(
+    key: str, header: bytes, payload: memoryview, options: Sequence[str | int]
+) -> list[bytes | memoryview]:
+    """SET as pieces to send in turn, so that the payload is never copied."""
+    name = key.encode("utf-8", "surrogatepass")
+    tail = pack(*options).split(b"\r\n", 1)[1]
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(options), len(name), name)
+    size = len(header) + payload.nbytes
+    return [b"%b$%d\r\n%b" % (head, size, header), payload, b"\r\n" + tail]
+
+
+class Link:
+    """A connected socket, used by one thread at a time; `abort` alone may come from another.
+
+    Every wait ends at the deadline with `TimeoutError`.  `in_step` is False from the
+    moment a command is sent until its reply was read in full: such a link must be closed,
+    since the next reply on it would belong to somebody else.
+    """
+
+    def __init__(self, sock: Any, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._start = 0
+        self._end = 0
+        self._owed = 0
+        self.opened_by: Any = None
+        """redis-py closes the socket of a connection object that is collected."""
+
+    @property
+    def in_step(self) -> bool:
+        return self._owed == 0 and self._start == self._end
+
+    def expire_at(self, deadline: float) -> None:
+        """Bound everything from here on; `deadline` is in `time.monotonic` seconds."""
+        self._deadline = deadline
+
+    def stale(self) -> bool:
+        """Whether an idle link was closed by the server, or has bytes nobody asked for."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        self.opened_by = None
+        self._sock.close()
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this link; it will see a closed connection."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    # What redis-py calls while it opens the connection.
+
+    def recv(self, size: int, *flags: int) -> bytes:
+        self._arm()
+        return bytes(self._sock.recv(size, *flags))
+
+    def recv_into(self, buffer: Any, *sizes: int) -> int:
+        self._arm()
+        return int(self._sock.recv_into(buffer, *sizes))
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data).cast("B")
+        while left.nbytes:
+            self._arm()
+            left = left[self._sock.send(left) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    # What the tier calls afterwards.
+
+    def send(self, pieces: Sequence[Any], replies: int = 1) -> None:
+        """Send packed commands that will be answered by `replies` replies."""
+        self._owed += replies
+        for piece in pieces:
+            self.sendall(piece)
+
+    def reply(self) -> Reply:
+        """One short reply: a number, a status word or nil.
+
+        Raises:
+            ReplyError: the server answered with an error.
+        """
+        got = self._reply()
+        if isinstance(got, ReplyError):
+            raise got
+        return got
+
+    def replies(self, count: int) -> list[Reply]:
+        """`count` replies; all are read before the first error is raised."""
+        got = [self._reply() for _ in range(count)]
+        for reply in got:
+            if isinstance(reply, ReplyError):
+                raise reply
+        return [reply for reply in got if not isinstance(reply, ReplyError)]
+
+    def bulk_size(self) -> int | None:
+        """Begin a bulk reply; the caller reads that many bytes and calls `end_bulk`.
+
+        None stands for a missing key, after which nothing is left to read.
+        """
+        line = self._line()
+        if line[:1] == b"$" and line != b"$-1":
+            return _number(line[1:])
+        if line != b"$-1" and line[:1] != b"-":
+            raise not_redis(line)
+        self._owed -= 1
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode("utf-8", "replace"))
+        return None
+
+    def fill(self, dest: memoryview) -> None:
+        """Receive exactly `dest.nbytes` bytes into `dest`."""
+        buffered = min(dest.nbytes, self._end - self._start)
+        dest[:buffered] = self._scratch[self._start : self._start + buffered]
+        self._start += buffered
+        while buffered < dest.nbytes:
+            buffered += self._some(dest[buffered:])
+
+    def end_bulk(self) -> None:
+        tail = bytearray(2)
+        self.fill(memoryview(tail))
+        if tail != b"\r\n":
+            raise not_redis(bytes(tail))
+        self._owed -= 1
+
+    def _reply(self) -> Reply | ReplyError:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if line == b"$-1":
+            reply: Reply | ReplyError = None
+        elif kind == b"-":
+            reply = ReplyError(rest.decode("utf-8", "replace"))
+        elif kind == b":":
+            reply = _number(rest)
+        elif kind == b"+":
+            reply = rest.decode("utf-8", "replace")
+        else:
+            raise not_redis(line)
+        self._owed -= 1
+        return reply
+
+    def _line(self) -> bytes:
+        line = bytearray()
+        while True:
+            chunk = bytes(self._scratch[self._start : self._end])
+            head, newline, _ = chunk.partition(b"\n")
+            line += head
+            self._start += len(head) + len(newline)
+            if newline:
+                return bytes(line).rstrip(b"\r")
+            if len(line) > _SCRATCH_BYTES or line[:1] == bytes([TLS_ALERT]):
+                raise not_redis(bytes(line))
+            self._start, self._end = 0, self._some(self._scratch)
+
+    def _some(self, buffer: memoryview) -> int:
+        got = self.recv_into(buffer)
+        if got == 0:
+            raise LinkClosedError
+        return got
+
+    def _arm(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline passed")
+        self._sock.settimeout(left)
+
+
+class _Dialled(Connection):
+    """A TCP connection whose timeout covers all addresses of the host together."""
+
+    reached = False
+
+    def _connect(self) -> Any:
+        self.reached = False
+        deadline = time.monotonic() + float(self.socket_connect_timeout or 0)
+        failed: OSError = OSError("the host name has no address")
+        for family, kind, proto, _, address in socket.getaddrinfo(
+            self.host, self.port, 0, socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, proto)
+            try:
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                failed = error
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            self.reached = True
+            return sock
+        raise failed
+
+
+class _Linked:
+    """Mix-in: redis-py talks through a `Link`, which stays ours when it has finished."""
+
+    link: Link
+
+    def _connect(self) -> Link:
+        timeout_s: float = self.socket_connect_timeout  # type: ignore[attr-defined]
+        deadline = time.monotonic() + timeout_s
+        self.link = Link(super()._connect(), deadline)  # type: ignore[misc]
+        return self.link
+
+
+class PlainConnection(_Linked, _Dialled):
+    """redis://"""
+
+
+class UnixConnection(_Linked, UnixDomainSocketConnection):
+    """unix://"""
+
+
+class _Tls(SSLConnection, _Dialled):
+    def _connect(self) -> Any:
+        try:
+            return super()._connect()  # type: ignore[no-untyped-call]
+        except OSError as error:
+            if not self.reached:
+                raise
+            raise StoreError("tls", _tls_cause(error), down=True) from None
+
+
+class TlsConnection(_Linked, _Tls):
+    """rediss://"""
+
+
+def _tls_cause(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the server's certificate is not accepted ({error.verify_message}); "
+            "name the CA file that signed it"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "a certificate file cannot be read"
+    if isinstance(error, ssl.SSLError) and error.reason not in {"WRONG_VERSION_NUMBER", None}:
+        return f"the TLS handshake failed ({error.reason})"
+    return (
+        "the TLS handshake did not complete; the server seems not to speak TLS on this port "
+        "(rediss:// is TLS, redis:// is not)"
+    )
+
+
+def _number(text: bytes) -> int:
+    """A count or a size; none of the replies read here is ever negative."""
+    if not text.isdigit() or len(text) > 18:
+        raise not_redis(text)
+    return int(text)
