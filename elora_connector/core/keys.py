@@ -31,6 +31,8 @@ _NAMESPACE_DOMAIN = "elora/namespace/1"
 _ROOT_DOMAIN = "elora/root/1"
 _CHUNK_DOMAIN = "elora/chunk/1"
 
+KEY_SCHEMA = 1
+"""Raised when the meaning of a key changes; part of every remote key."""
 NAMESPACE_HEX = 32
 MAX_NAME_CHARS = 80
 _CUT_MARK = "~"
@@ -48,24 +50,32 @@ def _utf8(text: str) -> bytes:
 
 
 def _encode_value(value: FieldValue) -> bytes:
-    if value is None:
-        return _tagged(b"n", b"")
-    if isinstance(value, bool):  # before int: a bool is one
-        return _tagged(b"t", b"\x01" if value else b"\x00")
-    if isinstance(value, int):
-        return _tagged(b"i", format(int(value), "d").encode("ascii"))
-    if isinstance(value, float):
-        return _tagged(b"f", struct.pack("<d", value))
-    if isinstance(value, str):
-        return _tagged(b"s", _utf8(value))
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return _tagged(b"b", bytes(value))
     if isinstance(value, Mapping):
         pairs = sorted((_encode_value(key), _encode_value(item)) for key, item in value.items())
         return _tagged(b"m", b"".join(key + item for key, item in pairs))
     if isinstance(value, (tuple, list)):
         return _tagged(b"l", b"".join(map(_encode_value, value)))
-    raise TypeError(f"a key field cannot be a {type(value).__name__}: {value!r}")
+    return _tagged(*_encode_scalar(value))
+
+
+def _encode_scalar(value: FieldValue) -> tuple[bytes, bytes]:
+    """Type tag and payload."""
+    match value:
+        case None:
+            encoded = b"n", b""
+        case bool():  # before int: a bool is one
+            encoded = b"t", b"\x01" if value else b"\x00"
+        case int():
+            encoded = b"i", format(int(value), "d").encode("ascii")
+        case float():
+            encoded = b"f", struct.pack("<d", value)
+        case str():
+            encoded = b"s", _utf8(value)
+        case bytes() | bytearray() | memoryview():
+            encoded = b"b", bytes(value)
+        case _:
+            raise TypeError(f"a key field cannot be a {type(value).__name__}: {value!r}")
+    return encoded
 
 
 def encode_fields(domain: str, fields: Sequence[FieldValue]) -> bytes:

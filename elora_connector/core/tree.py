@@ -199,8 +199,8 @@ class DependencyTree:
         count = 0
         while node.kind is _CHUNK and node.parent is not None and _unused(node):
             parent = node.parent
-            assert parent.children is not None
-            del parent.children[node.key]
+            if parent.children is not None:
+                del parent.children[node.key]
             del self._index[node.key]
             node.parent = None
             node = parent
@@ -288,8 +288,7 @@ class DependencyTree:
             node.generation = 0
         self._used[node.kind][tier] -= node.nbytes
         self._resident[node.kind][tier] -= 1
-        parent = node.parent
-        assert parent is not None
+        parent = self._require_attached(node)
         parent.resident_children[tier] -= 1
         if not parent.resident_children[tier]:
             self._list_if_leaf(parent, tier)
@@ -299,8 +298,7 @@ class DependencyTree:
         node.state[tier] = state
         self._used[node.kind][tier] += node.nbytes
         self._resident[node.kind][tier] += 1
-        parent = node.parent
-        assert parent is not None
+        parent = self._require_attached(node)
         parent.resident_children[tier] += 1
         self._unlist(parent, tier)
 
@@ -384,14 +382,15 @@ class DependencyTree:
         if node.rows[tier] >= 0:
             self.leaves[tier].remove(node)
 
-    def _require_attached(self, node: Node) -> None:
+    def _require_attached(self, node: Node) -> Node:
+        """The parent, which every node of the tree has."""
         if node.parent is None:
             raise InvariantError(f"I1: {node!r} is not in the tree")
+        return node.parent
 
     def _require_parent(self, node: Node, tier: Tier, state: Residency) -> None:
         """I1 upwards: the parent is at least as far in this tier as the node will be."""
-        parent = node.parent
-        assert parent is not None
+        parent = self._require_attached(node)
         if needs_parent(node, tier) and parent.state[tier] < state:
             raise InvariantError(
                 f"I1: {node!r} cannot become {state.name} in {tier.name} under {parent!r}"

@@ -48,12 +48,12 @@ class _Selection:
     exclude: Container[Node]
     cursor: int = 0
     got: int = 0
-    chosen: dict[Node, None] = field(default_factory=dict)
+    chosen: list[Node] = field(default_factory=list)
     taken_children: dict[Node, int] = field(default_factory=dict)
     popped: list[_Entry] = field(default_factory=list)
 
     def take(self, node: Node) -> None:
-        self.chosen[node] = None
+        self.chosen.append(node)
         self.got += self.weigh(node)
         parent = node.parent
         if parent is not None:
@@ -140,7 +140,7 @@ class VictimQueue:
             selection = _Selection(need, weigh, exclude)
             self._pick(selection)
             if selection.got >= need:
-                return list(selection.chosen)
+                return selection.chosen
             if self._seen_changes == self._table.changes:
                 if not self._truncated:
                     return []
@@ -158,7 +158,7 @@ class VictimQueue:
             if entry is None:
                 break
             node = entry[3]
-            if node not in selection.chosen and node not in selection.exclude:
+            if node not in selection.exclude:
                 selection.take(node)
                 self._join(node.parent, selection)
         for entry in selection.popped:

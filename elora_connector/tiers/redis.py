@@ -282,8 +282,8 @@ class RedisTier:
     def _alive(self) -> bool:
         try:
             self.ping()
-        except StoreError as failure:
-            self._note(failure)
+        except Exception as error:  # noqa: BLE001 - without its thread the tier stays off for ever
+            self._note(explain(error))
             return False
         return True
 

@@ -79,7 +79,13 @@ class Endpoint:
     ssl_key: str | None = None
 
     def __post_init__(self) -> None:
-        self._arguments(1.0)
+        kwargs = self._parsed()
+        self._check_place(kwargs)
+        self._check_files(secure=kwargs.get("connection_class") is SSLConnection)
+        try:
+            self._connection(1.0)
+        except (RedisError, TypeError, ValueError):
+            raise ConfigError(f"remote_url {self.label}: an ssl_ option is unknown") from None
 
     @property
     def label(self) -> str:
@@ -92,15 +98,13 @@ class Endpoint:
             StoreError: there is none by `deadline` (`time.monotonic` seconds), name
                 resolution aside, which the system does not let us bound.
         """
-        kwargs = self._arguments(max(0.001, deadline - time.monotonic()))
-        database = kwargs.pop("db", 0)
-        connection = kwargs.pop("connection_class")(**kwargs)
+        connection = self._connection(max(0.001, deadline - time.monotonic()))
         try:
             connection.connect()
             link: Link = connection.link
             link.opened_by = connection
             link.expire_at(deadline)
-            _introduce(link, database)
+            _introduce(link, self._parsed().get("db", 0))
         except (StoreError, ReplyError, OSError, RedisError, UnicodeError) as error:
             connection.disconnect()
             failure = explain(error)
@@ -109,22 +113,23 @@ class Endpoint:
             raise failure from None
         return link
 
-    def _arguments(self, timeout_s: float) -> dict[str, Any]:
+    def _connection(self, timeout_s: float) -> Any:
+        """A redis-py connection, not connected; it leaves the database to `_introduce`."""
         kwargs = self._parsed()
-        connection = kwargs.get("connection_class", Connection)
-        kwargs["connection_class"] = _CONNECTIONS[connection]
-        kwargs.update(
+        kwargs.pop("db", None)
+        kind = kwargs.pop("connection_class", Connection)
+        kwargs.update({k: v for k, v in self._login().items() if v is not None})
+        if kind is SSLConnection:
+            kwargs.setdefault("ssl_check_hostname", True)
+            kwargs.update({k: v for k, v in self._files().items() if v is not None})
+        return _CONNECTIONS[kind](
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             **_anonymous(),
+            **kwargs,
         )
-        kwargs.update({k: v for k, v in self._login().items() if v is not None})
-        if connection is SSLConnection:
-            kwargs.setdefault("ssl_check_hostname", True)
-            kwargs.update({k: v for k, v in self._files().items() if v is not None})
-        return kwargs
 
     def _login(self) -> dict[str, str | None]:
         return {"username": self.username, "password": self.password}
@@ -146,25 +151,22 @@ class Endpoint:
                 "redis://, rediss:// or unix://, as in redis://[user:password@]host:port/db; "
                 "percent-encode special characters in the password"
             ) from None
+        return kwargs
+
+    def _check_place(self, kwargs: dict[str, Any]) -> None:
+        if self.label.endswith("://***"):
+            # redis-py silently takes database 0 for a path that is no number.
+            raise ConfigError(f"remote_url {self.label}: host, port or database is malformed")
         for option in kwargs:
             if option not in _OPTIONS and not option.startswith("ssl_"):
                 raise ConfigError(f"remote_url {self.label}: option {option!r} is not accepted")
-        self._check(kwargs)
-        return kwargs
 
-    def _check(self, kwargs: dict[str, Any]) -> None:
-        secure = kwargs.get("connection_class") is SSLConnection
+    def _check_files(self, *, secure: bool) -> None:
         for name, path in self._files().items():
             if path is not None and not secure:
                 raise ConfigError(f"{name} is set, but {self.label} is not a rediss:// URL")
             if path is not None and not os.path.isfile(path):
                 raise ConfigError(f"{name}: {path} is not a file")
-        self._check_ca()
-        if not self.url.startswith("unix://") and "***" in self.label.rpartition("@")[2]:
-            # redis-py silently takes database 0 for a path that is no number.
-            raise ConfigError(f"remote_url {self.label}: host, port or database is malformed")
-
-    def _check_ca(self) -> None:
         if self.ssl_ca is None:
             return
         try:

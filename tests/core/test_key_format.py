@@ -10,6 +10,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from elora_connector.core.keys import (
     MAX_NAME_CHARS,
     ChunkHasher,
+    FieldValue,
     RemoteKeys,
     digest_fields,
     encode_fields,
@@ -76,7 +78,7 @@ class TestPinnedFormat:
             + part(b"l", part(b"i", b"1"))
             + part(b"m", part(b"s", b"k") + part(b"i", b"2")),
         )
-        fields = [-7, "ü", b"\x00", None, True, 0.5, [1], {"k": 2}]
+        fields: list[FieldValue] = [-7, "ü", b"\x00", None, True, 0.5, [1], {"k": 2}]
         assert encode_fields("dom", fields) == expected
         assert digest_fields("dom", fields) == hashlib.sha256(expected).digest()
 
@@ -94,7 +96,11 @@ class TestPinnedFormat:
         assert keys == [hashlib.sha256(message).digest()]
 
     def test_known_answers(self) -> None:
-        fields = {"layers": 32, "dtype": "bfloat16", "rope": {"factor": 8.0, "kind": None}}
+        fields: dict[str, FieldValue] = {
+            "layers": 32,
+            "dtype": "bfloat16",
+            "rope": {"factor": 8.0, "kind": None},
+        }
         chunks = ChunkHasher(ROOT, 16).extend(range(40))
         found = {
             "namespace": namespace_digest(fields).hex(),
@@ -141,12 +147,12 @@ class TestFields:
     @example([], {})
     @example(["a", "bc"], ["ab", "c"])
     @example([["a"], "b"], [["a", "b"]])
-    def test_injective(self, one: object, other: object) -> None:
+    def test_injective(self, one: Any, other: Any) -> None:
         same = _canonical(one) == _canonical(other)
         assert (encode_fields("d", [one]) == encode_fields("d", [other])) == same
 
     @given(st.text(max_size=5), st.text(max_size=5), st.lists(FIELDS, max_size=3))
-    def test_domains_are_separate(self, one: str, other: str, fields: list[object]) -> None:
+    def test_domains_are_separate(self, one: str, other: str, fields: list[Any]) -> None:
         assume(one != other)
         assert digest_fields(one, fields) != digest_fields(other, fields)
 
@@ -158,7 +164,7 @@ class TestFields:
         assert namespace_digest({"a": 1, "b": 2}) == namespace_digest({"b": 2, "a": 1})
 
     @pytest.mark.parametrize("value", [{1, 2}, object(), np.arange(2), range(3)])
-    def test_unstable_types_are_refused(self, value: object) -> None:
+    def test_unstable_types_are_refused(self, value: Any) -> None:
         with pytest.raises(TypeError, match="key field"):
             encode_fields("d", [value])
 
@@ -247,7 +253,7 @@ class TestChunkHasher:
         assert asked == [(0, 4), (4, 8), (8, 12)]
 
     @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda t: array("q", t)])
-    def test_any_sequence_gives_the_same_keys(self, kind: object) -> None:
+    def test_any_sequence_gives_the_same_keys(self, kind: Any) -> None:
         tokens = [5, 0, 2**31 - 1, 70000]
         assert ChunkHasher(ROOT, 2).extend(kind(tokens)) == ChunkHasher(ROOT, 2).extend(tokens)
 
@@ -261,7 +267,7 @@ class TestChunkHasher:
 
     def test_floats_are_not_truncated_to_tokens(self) -> None:
         with pytest.raises(TypeError):
-            ChunkHasher(ROOT, 2).extend([1.0, 2.5])
+            ChunkHasher(ROOT, 2).extend([1.0, 2.5])  # type: ignore[list-item]
 
     def test_shorter_list_is_refused(self) -> None:
         hasher = ChunkHasher(ROOT, 2)

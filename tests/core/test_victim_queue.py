@@ -294,6 +294,79 @@ def test_pending_children_hold_their_parent() -> None:
     assert queue.select_count(2, 2.0) == []
 
 
+def two_chains() -> tuple[DependencyTree, AdapterNode, list[Node]]:
+    """Two parents with one child each; the nodes in the order in which they go."""
+    tree = DependencyTree(chunk_nbytes=1)
+    adapter = tree.adapter(Identity("a", bytes(32)), 0.0)
+    nodes: list[Node] = []
+    for i, (above, last) in enumerate([(None, 2.0), (None, 3.0), (0, 0.0), (1, 1.0)]):
+        parent = adapter if above is None else nodes[above]
+        nodes.append(tree.add(parent, ChunkKey(b"%032d" % i), last))
+        tree.set_pending(nodes[i], HOST, slot=i)
+        tree.set_ready(nodes[i], HOST)
+    return tree, adapter, [nodes[2], nodes[3], nodes[0], nodes[1]]
+
+
+def test_a_parent_touched_below_another_in_the_heap_is_found_again() -> None:
+    tree, adapter, order = two_chains()
+    queue = VictimQueue(tree, HOST, LRU(), max_age=math.inf)
+    assert queue.select_count(4, 4.0) == order
+    tree.set_absent(order[0], HOST)
+    tree.touch([adapter, order[3]], 5.0)
+    assert queue.select_count(3, 5.0) == order[1:]
+    assert queue.refreshes == 1
+
+
+def test_a_parent_left_in_the_heap_is_chosen_once() -> None:
+    tree, adapter, order = two_chains()
+    pinned = tree.add(adapter, ChunkKey(b"p" * 32), 0.0)
+    tree.set_pending(pinned, HOST, slot=9)
+    tree.pin(pinned)
+    queue = VictimQueue(tree, HOST, LRU(), max_age=math.inf)
+    assert queue.select_count(4, 4.0) == order
+    tree.set_absent(order[0], HOST)
+    assert queue.select_count(4, 4.0) == []
+    assert queue.select_count(3, 4.0) == order[1:]
+
+
+def test_a_resized_node_is_scored_again() -> None:
+    class SmallFirst:
+        def scores(self, table: LeafTable, now: float) -> FloatArray:
+            return table.nbytes.astype(np.float64)
+
+    tree, _, nodes = flat(3)
+    for size, node in enumerate(nodes, start=1):
+        tree.resize(node, size)
+    queue = VictimQueue(tree, HOST, SmallFirst(), max_age=math.inf)
+    assert queue.select_count(1, 0.0) == [nodes[0]]
+    tree.resize(nodes[0], 9)
+    assert queue.select_count(1, 0.0) == [nodes[1]]
+    assert queue.select_count(3, 0.0) == [nodes[1], nodes[2], nodes[0]]
+
+
+def test_leaves_cut_off_by_k_come_before_a_warmer_parent() -> None:
+    tree, _, nodes = flat(3)
+    child = tree.add(nodes[2], ChunkKey(b"c" * 32), -1.0)
+    tree.set_pending(child, HOST, slot=99)
+    tree.set_ready(child, HOST)
+    queue = VictimQueue(tree, HOST, LRU(), k=1)
+    assert queue.select_bytes(40, 9.0) == [child, *nodes]
+
+
+def test_parents_in_the_heap_do_not_outlive_a_reset() -> None:
+    tree, _, nodes = flat(1)
+    child = tree.add(nodes[0], ChunkKey(b"c" * 32), 1.0)
+    tree.set_pending(child, HOST, slot=99)
+    tree.set_ready(child, HOST)
+    queue = VictimQueue(tree, HOST, LRU(), max_age=math.inf)
+    tree.set_absent(queue.select_count(2, 2.0)[0], HOST)
+    tree.reset()
+    again = tree.add(tree.adapter(Identity("b", bytes(32)), 2.0), ChunkKey(b"d" * 32), 2.0)
+    tree.set_pending(again, HOST, slot=1)
+    tree.set_ready(again, HOST)
+    assert queue.select_count(1, 2.0) == [again]
+
+
 def test_reset_empties_the_queue() -> None:
     tree, _, nodes = flat(3)
     child = tree.add(nodes[0], ChunkKey(b"c" * 32), 1.0)

@@ -8,6 +8,10 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SlowProxy:
@@ -39,7 +43,7 @@ class SlowProxy:
         self.port = 0
         self.listen_on("127.0.0.1")
 
-    def __enter__(self) -> SlowProxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +153,7 @@ class ScriptedServer:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> ScriptedServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

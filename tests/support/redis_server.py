@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import redis
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _START_S = 10.0
 
@@ -69,7 +73,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    def __enter__(self) -> RedisServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -90,7 +94,7 @@ class RedisServer:
     def unix_url(self) -> str:
         return f"unix://{self._socket_path}?db=0"
 
-    def client(self, **kwargs: object) -> redis.Redis:
+    def client(self, **kwargs: Any) -> redis.Redis:
         """An administrator's connection, independent of the code under test."""
         kwargs = {"password": self._password, "socket_timeout": 5} | kwargs
         return redis.Redis(host="127.0.0.1", port=self.port, **kwargs)

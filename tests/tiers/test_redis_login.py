@@ -51,7 +51,7 @@ def guarded() -> Iterator[RedisServer]:
     """A server with a password, one full user and one who may only do what the tier needs."""
     if find_redis_server() is None:
         pytest.skip("no redis-server here")
-    least = "+get +set +exists +expire +del".split()
+    least = ["+get", "+set", "+exists", "+expire", "+del"]
     users = {
         USER: [f">{PASSWORD}", "~*", "+@all"],
         "least": [f">{PASSWORD}", "~elora:*", *least],
@@ -295,6 +295,9 @@ def test_a_port_that_closes_at_once(connect: Connect, caplog: pytest.LogCaptureF
         f"redis://host/0?password={PASSWORD}&username={USER}&db=x",
         f"redis://{USER}:{PASSWORD}@host?decode_responses=yes",
         f"redis://{USER}:{PASSWORD}@host?socket_timeout=1",
+        f"rediss://{USER}:{PASSWORD}@host?ssl_cert_reqs=maybe",
+        f"rediss://{USER}:{PASSWORD}@host?ssl_unheard_of=1",
+        f"unix://{USER}:{PASSWORD}?x@/run/redis.sock",
         f"redis://{USER}:{PASSWORD}@[::1/0",
         "",
     ],

@@ -14,6 +14,7 @@ from tests.support.redis_server import RedisServer
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
 NBYTES = 512
+FIRST_RANK = Rank()
 
 
 def digest(*parts: object) -> bytes:
@@ -26,7 +27,7 @@ def make_spec(
     name: str = "civil",
     content: str = "weights",
     namespace: bytes = NAMESPACE,
-    rank: Rank = Rank(),
+    rank: Rank = FIRST_RANK,
     nbytes: int = NBYTES,
     dtype: str = "bfloat16",
     shape: tuple[int, ...] | None = None,

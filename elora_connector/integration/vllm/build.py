@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from elora_connector import plugin
 from elora_connector.assembly import LoraLimits, assemble_scheduler, host_slots, remote_tier
 from elora_connector.config import (
     EloraConfig,
@@ -23,12 +22,13 @@ from elora_connector.config import (
 from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm import compat
 from elora_connector.integration.vllm.adapters import AdapterAgent
+from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.namespace import (
     compute_namespace,
     explicit_weights,
     weight_digest,
 )
-from elora_connector.integration.vllm.scheduler_side import Geometry, SchedulerSide
+from elora_connector.integration.vllm.scheduler_side import SchedulerSide
 from elora_connector.integration.vllm.worker_side import (
     WorkerSide,
     all_ranks,
@@ -84,18 +84,16 @@ def build_worker_side(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     config = _common_checks(vllm_config, kv_cache_config)
     geometry = geometry_of(config, vllm_config, kv_cache_config)
     recorder = Recorder()
-    rank, index = rank_of(vllm_config.parallel_config)
     known = _weights(config, vllm_config) is not None
     return WorkerSide(
         config,
         geometry,
         host_slots(config, geometry.chunk_bytes),
-        rank,
-        index,
-        kv_dtype(vllm_config),
-        remote_tier(config, recorder) if known else None,
-        AdapterAgent.attach() if vllm_config.lora_config is not None else None,
-        recorder,
+        rank_of(vllm_config.parallel_config),
+        dtype=kv_dtype(vllm_config),
+        remote=remote_tier(config, recorder) if known else None,
+        agent=AdapterAgent.attach() if vllm_config.lora_config is not None else None,
+        recorder=recorder,
     )
 
 
@@ -111,7 +109,7 @@ def geometry_of(config: EloraConfig, vllm_config: Any, kv_cache_config: Any) -> 
 
 
 def _common_checks(vllm_config: Any, kv_cache_config: Any) -> EloraConfig:
-    if not plugin.plugin_loaded():
+    if not compat.is_installed():
         raise UnsupportedError(
             "the elora plugin is not loaded, so adapters could change unseen: install "
             "elora_connector in vLLM's environment and, where VLLM_PLUGINS is set, add elora to it"
@@ -156,7 +154,10 @@ def _drafter(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _pipeline_with_lora(vllm_config: Any, kv_cache_config: Any) -> str:
-    if vllm_config.lora_config is not None and vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if (
+        vllm_config.lora_config is not None
+        and vllm_config.parallel_config.pipeline_parallel_size > 1
+    ):
         return "pipeline parallelism together with LoRA is not supported"
     return ""
 

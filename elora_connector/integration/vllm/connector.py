@@ -62,9 +62,7 @@ class EloraConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         return self._side().match(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._side().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -117,9 +115,7 @@ class EloraConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._rank().store()
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._rank().end_step() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

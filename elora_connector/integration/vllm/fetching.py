@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from elora_connector.core.keys import RemoteKeys
 from elora_connector.core.types import ChunkKey, Identity
-from elora_connector.tiers.lookup import RemoteLookup
 from elora_connector.integration.vllm.requests import RemoteWait, RequestTracker
 from elora_connector.manager import Job, Manager
+from elora_connector.tiers.lookup import RemoteLookup
 
 
 class RemoteWaits:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elora_connector.core.ledger import AdapterLedger, Check, Gate, Loaded, Order
-from elora_connector.core.types import BASE, Identity
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, AdapterReport, Verify
 from elora_connector.integration.vllm.requests import RequestTracker
 
@@ -82,14 +81,9 @@ class AdapterGate:
         self.ledger.register(lora.lora_int_id, lora.lora_name, check)
         self.ledger.prefetch(lora.lora_int_id, wanted)
 
-    def identity(self, tracker: RequestTracker) -> Identity | None:
-        """Whose KV this request may use; None while the weights are not known."""
-        return BASE if tracker.lora_id is None else self.ledger.identity(tracker.lora_id)
-
     def ask(self, tracker: RequestTracker, now: float) -> tuple[Passage, str]:
-        """May the request's KV be surfaced now?  With the reason when not (idempotent)."""
-        if tracker.lora_id is None:
-            return Passage.OPEN, ""
+        """May a LoRA request's KV be surfaced now?  With the reason when not (idempotent)."""
+        assert tracker.lora_id is not None
         gate = self.ledger.admit(tracker.id, tracker.lora_id, now)
         if gate is Gate.READY:
             tracker.adapter_since = None
@@ -101,7 +95,8 @@ class AdapterGate:
         return Passage.WAIT, gate.value
 
     def _ask_name(self, tracker: RequestTracker) -> tuple[Passage, str]:
-        identity = self.identity(tracker)
+        assert tracker.lora_id is not None
+        identity = self.ledger.identity(tracker.lora_id)
         assert identity is not None
         cached = self._cached.setdefault(identity.name, identity.digest)
         if cached == identity.digest:
@@ -188,9 +183,7 @@ class AdapterGate:
             min(report.acked_seq for report in reports), min(self._rank_rpcs.values()), loaded
         )
 
-    def _common(
-        self, reports: list[AdapterReport], outcome: ReportOutcome
-    ) -> dict[int, Loaded]:
+    def _common(self, reports: list[AdapterReport], outcome: ReportOutcome) -> dict[int, Loaded]:
         """Adapters that every rank has, with one content."""
         states = [{state.lora_id: state for state in report.states} for report in reports]
         loaded: dict[int, Loaded] = {}

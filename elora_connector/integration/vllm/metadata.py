@@ -83,11 +83,13 @@ class StepMetadata(KVConnectorMetadata):
 
     `rpcs` is the scheduler's count of out-of-step adapter calls; workers echo it, which
     tells the scheduler whether a report was made before or after such a call.
+    `idle`: no forward in this step.  `drain`: finish all stores under way first.
     `protected`: adapters that no worker may evict on its own account.
     """
 
     rpcs: int = 0
     idle: bool = True
+    drain: bool = False
     orders: tuple[AdapterOrder, ...] = ()
     protected: frozenset[int] = frozenset()
     stores: list[StoreOrder] = field(default_factory=list)

@@ -6,7 +6,7 @@ the API server, which owns the Prometheus objects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -22,6 +22,8 @@ _PREFIX = "vllm:elora_"
 @dataclass
 class EloraStats(KVConnectorStats):
     """`data` = {"counters": {key: sum}, "gauges": {key: last value}}."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {"counters": {}, "gauges": {}}

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from elora_connector.config import EloraConfig
-from elora_connector.core.keys import RemoteKeys
+from elora_connector.core.keys import KEY_SCHEMA, RemoteKeys
 from elora_connector.core.types import Rank
 from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm.adapter_messages import AdapterReport
 from elora_connector.integration.vllm.adapters import AdapterAgent
+from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.metadata import (
     LoadOrder,
     RankReport,
@@ -29,10 +30,8 @@ from elora_connector.integration.vllm.metadata import (
     StoreOrder,
     WorkerReport,
 )
-from elora_connector.integration.vllm.scheduler_side import KEY_SCHEMA, Geometry
 from elora_connector.metrics import Recorder
 from elora_connector.tiers.base import RemoteTier, ValueSpec
-from elora_connector.tiers.host import SlotRef
 from elora_connector.tiers.remote_io import RemoteIO, Value
 from elora_connector.transfer import HostBuffer, PagedKV, Ticket, copy_engine_for, round_trip
 
@@ -46,7 +45,7 @@ class WorkerSide:
 
     Args:
         slots: host slots, the same number on every rank.
-        rank, rank_index: this worker's part, and its place in the list of all parts.
+        rank: this worker's part, and its place in the list of all parts.
         dtype: of the KV cache, as vLLM names it.
         agent: None without LoRA.
     """
@@ -56,8 +55,8 @@ class WorkerSide:
         config: EloraConfig,
         geometry: Geometry,
         slots: int,
-        rank: Rank,
-        rank_index: int,
+        rank: tuple[Rank, int],
+        *,
         dtype: str,
         remote: RemoteTier | None,
         agent: AdapterAgent | None,
@@ -66,8 +65,7 @@ class WorkerSide:
         self._config = config
         self._geometry = geometry
         self._slots = slots
-        self._rank = rank
-        self._rank_index = rank_index
+        self._rank, self._rank_index = rank
         self._dtype = dtype
         self._remote_tier = remote
         self._agent = agent
@@ -89,7 +87,9 @@ class WorkerSide:
         Raises:
             UnsupportedError: a layout that cannot be copied safely.
         """
-        paged = PagedKV.from_tensors(kv_caches, self._geometry.num_blocks, self._block_dim(kv_caches))
+        paged = PagedKV.from_tensors(
+            kv_caches, self._geometry.num_blocks, self._block_dim(kv_caches)
+        )
         if paged.block_bytes != self._geometry.block_bytes:
             raise UnsupportedError(
                 f"vLLM's KV blocks take {paged.block_bytes} bytes here, its configuration says "
@@ -117,6 +117,9 @@ class WorkerSide:
     def begin_step(self, step: StepMetadata) -> None:
         """Before vLLM looks at the batch: adapter orders and reads from the remote tier."""
         self._step = step
+        if step.drain:
+            for _, ticket in self._stores:
+                ticket.wait()
         if self._agent is not None:
             self._agent.submit(step.orders, step.protected)
         for fetch in step.fetches:
