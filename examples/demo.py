@@ -29,6 +29,7 @@ from examples.servers import (
     RedisServer,
     ServerError,
     VllmServer,
+    wait_for,
     write_config,
 )
 from examples.tiny_model import ADAPTERS, TinyModel, make_tiny_model
@@ -191,11 +192,7 @@ class Demo:
     def _wait(self, *servers: VllmServer) -> None:
         names = " and ".join(server.name for server in servers)
         with self._console.status(f"waiting for {names} (about a minute)"):
-            for server in servers:
-                server.wait_ready()
-                self.say(f"{server.name} is up")
-            for server in servers:
-                server.warm_up(MODELS)
+            wait_for(servers, MODELS, lambda server: self.say(f"{server.name} is up"))
         self.say("first requests done, measuring")
 
     def _ask(self, server: VllmServer, stage: Stage) -> None:

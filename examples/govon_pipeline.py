@@ -35,6 +35,7 @@ from examples.servers import (
     RedisServer,
     ServerError,
     VllmServer,
+    wait_for,
     write_config,
 )
 from examples.tiny_model import TinyModel, make_tiny_model
@@ -161,9 +162,7 @@ class Measurement:
                 VllmServer(name, self._tiny, self._directory, transfer=transfer, config_file=config)
             )
             self._stack.callback(servers[-1].process.kill)
-        for server in servers:
-            server.wait_ready()
-            server.warm_up(call.model for call in CALLS)
+        wait_for(servers, [call.model for call in CALLS])
         return servers
 
     def _ask(self, server: VllmServer, title: str, question: int) -> Stage:

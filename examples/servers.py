@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,19 +226,13 @@ class VllmServer:
         for model in models:
             self.complete(model, "Good morning", max_tokens=4)
 
-    def wait_ready(self, deadline: float = 180.0) -> None:
-        """Wait until it is healthy."""
-        end = time.monotonic() + deadline
-        while True:
-            self.process.check_alive()
-            with contextlib.suppress(httpx.TransportError):
-                if self._http.get("/health").is_success:
-                    return
-            if time.monotonic() > end:
-                raise ServerError(
-                    f"{self.name} is not up after {deadline} s\n{self.process.tail()}"
-                )
-            time.sleep(0.25)
+    def is_ready(self) -> bool:
+        """It answers; raises `ServerError` if it has died."""
+        self.process.check_alive()
+        try:
+            return self._http.get("/health").is_success
+        except httpx.TransportError:
+            return False
 
     def complete(self, model: str, prompt: str | list[int], max_tokens: int = 16) -> Answer:
         """One greedy completion of `max_tokens` tokens by the base model or an adapter.
@@ -288,6 +282,33 @@ class VllmServer:
         """End the server; the connector flushes its writes to Redis first."""
         self._http.close()
         self.process.stop()
+
+
+def wait_for(
+    servers: Iterable[VllmServer],
+    models: Sequence[str],
+    ready: Callable[[VllmServer], None] = lambda server: None,
+    deadline: float = 240.0,
+) -> None:
+    """Wait until all servers are up and each model has answered once.
+
+    All are watched together, so the death of one is seen at once.  `ready` is called for
+    each server as it comes up.
+    """
+    end = time.monotonic() + deadline
+    waiting = list(servers)
+    started = tuple(waiting)
+    while waiting:
+        for server in [server for server in waiting if server.is_ready()]:
+            waiting.remove(server)
+            ready(server)
+        if waiting and time.monotonic() > end:
+            raise ServerError(
+                f"{waiting[0].name} is not up after {deadline} s\n{waiting[0].process.tail()}"
+            )
+        time.sleep(0.25)
+    for server in started:
+        server.warm_up(models)
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

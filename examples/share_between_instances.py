@@ -14,7 +14,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from examples.servers import ELORA, RedisServer, ServerError, VllmServer, write_config
+from examples.servers import ELORA, RedisServer, ServerError, VllmServer, wait_for, write_config
 from examples.tiny_model import make_tiny_model
 
 MODELS = ("base", "civil", "legal")
@@ -46,9 +46,7 @@ def run(directory: Path, stack: ExitStack) -> bool:
         print(f"starting {name}")
         servers.append(VllmServer(name, tiny, directory, transfer=ELORA, config_file=config))
         stack.callback(servers[-1].process.kill)
-    for server in servers:
-        server.wait_ready()
-        server.warm_up(MODELS)
+    wait_for(servers, MODELS)
     first = ask_all(servers[0])
     print(f"{redis.wait_quiet()} chunks are in Redis")
     second = ask_all(servers[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -37,8 +36,3 @@ def class_store() -> Iterator[RedisServer]:
     """One server for the tests of a class that share an engine."""
     with RedisServer() as server:
         yield server
-
-
-@pytest.fixture
-def fresh(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> "Workshop":
-    return Workshop(tiny, tmp_path_factory)

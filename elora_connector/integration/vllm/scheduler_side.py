@@ -234,11 +234,11 @@ class SchedulerSide:
 
     def on_report(self, report: WorkerReport) -> None:
         """Workers' reports of one step, any number of steps old."""
-        for rank, part in sorted(report.ranks.items()):
-            try:
+        try:
+            for rank, part in sorted(report.ranks.items()):
                 self._end_jobs(rank, part)
-            except InvariantError as error:
-                self._recover(error)
+        except InvariantError as error:
+            self._recover(error)
         if self._adapters is not None:
             self._adapters.on_report(report)
         self._gauge()
