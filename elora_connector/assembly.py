@@ -15,7 +15,7 @@ from elora_connector.core.victims import VictimQueue
 from elora_connector.errors import ConfigError
 from elora_connector.manager import Manager
 from elora_connector.metrics import Recorder
-from elora_connector.tiers.base import LookupResult, RemoteTier, Result
+from elora_connector.tiers.base import LookupResult, Outcome, RemoteTier, Result
 from elora_connector.tiers.host import SlotPool
 from elora_connector.tiers.instrumented import InstrumentedTier
 from elora_connector.tiers.lookup import RemoteLookup
@@ -122,7 +122,7 @@ def _path(name: str | None) -> str | None:
 def _observer(recorder: Recorder) -> Callable[[str, Result | LookupResult, float], None]:
     def observe(operation: str, result: Result | LookupResult, seconds: float) -> None:
         recorder.add("remote_operations", 1, operation, result.outcome.value)
-        if result.reason:
+        if result.outcome in (Outcome.BAD, Outcome.ERROR):
             recorder.add("remote_errors", 1, result.reason)
         if isinstance(result, Result) and result.nbytes:
             direction = "remote_to_host" if operation == "read_into" else "host_to_remote"

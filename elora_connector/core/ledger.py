@@ -214,9 +214,11 @@ class AdapterLedger:
         if self.suspended:
             return Gate.SUSPENDED
         taken = self.taken()
-        if self._name_in_use(entry, taken):
-            # Bars further admissions of the other id, or this one starves.
-            if len(taken) < self.slots:
+        rivals = self._rivals(entry, taken)
+        if rivals:
+            # The first to ask bars further admissions of the other id, or it would starve;
+            # two holds under one name would wait for each other for ever.
+            if rivals.isdisjoint(self._holds) and len(taken) < self.slots:
                 self._holds.setdefault(lora_id, _Hold(request_id, now))
             return Gate.NAME_BUSY
         if lora_id not in taken and len(taken) >= self.slots:
@@ -300,10 +302,13 @@ class AdapterLedger:
         placed = entry.in_slot if self.level is Level.SLOT else entry.in_host
         return placed and entry.digest is not None and self.verified(entry.lora_id)
 
-    def _name_in_use(self, entry: _Entry, taken: set[int]) -> bool:
-        return any(
-            other != entry.lora_id and self._entries[other].name == entry.name for other in taken
-        )
+    def _rivals(self, entry: _Entry, taken: set[int]) -> set[int]:
+        """Ids in use or held under the same adapter name."""
+        return {
+            other
+            for other in taken
+            if other != entry.lora_id and self._entries[other].name == entry.name
+        }
 
     def _demand_check(self, entry: _Entry, check: Check) -> None:
         entry.check = max(entry.check, check)

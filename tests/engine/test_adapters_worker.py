@@ -206,9 +206,7 @@ def test_background_load_is_committed_after_the_forward(
     assert generate(llm, [civil]) == [oracle["civil"]]
 
 
-def test_a_right_model_finishes_at_once(
-    agent: AdapterAgent, tiny: TinyModel, reads: Reads
-) -> None:
+def test_a_right_model_finishes_at_once(agent: AdapterAgent, tiny: TinyModel, reads: Reads) -> None:
     civil = adapter("civil", 1, tiny.adapters["civil"])
     settle(agent, order(1, civil, activate=False))
     assert not states(agent)[1].in_slot
@@ -300,9 +298,7 @@ def test_a_fresh_file_is_hashed_until_its_stat_can_be_trusted(
     assert reads.names == ["x"]
 
 
-def test_same_id_with_another_path_is_loaded_again(
-    agent: AdapterAgent, tiny: TinyModel
-) -> None:
+def test_same_id_with_another_path_is_loaded_again(agent: AdapterAgent, tiny: TinyModel) -> None:
     settle(agent, order(1, adapter("x", 5, tiny.adapters["civil"])))
     settle(agent, order(2, adapter("x", 5, tiny.adapters["legal"])))
     assert states(agent)[5].digest == digest_of(tiny.adapters["legal"])
@@ -777,7 +773,17 @@ def test_plugin_and_table_fit_this_vllm(llm: Any) -> None:
     assert plugin.plugin_loaded()
     assert compat.is_installed()
     compat.check_table()
+    manager = lora_manager(llm)
+    compat.check_live(manager, manager._adapter_manager)
     assert "EloraConnector" in KVConnectorFactory._registry
+
+
+def test_a_manager_without_what_we_read_is_refused() -> None:
+    lora_model_manager = type("LoRAModelManager", (), {"_active_adapters": None})
+    with pytest.raises(compat.UnsupportedError) as caught:
+        compat.check_live(lora_model_manager())
+    assert "_registered_adapters" in str(caught.value)
+    assert "_active_adapters" not in str(caught.value)
 
 
 # Default flags: one slot, one place in host memory
@@ -788,9 +794,7 @@ def small(llm: Any, oracle: Any) -> None:
     """Orders the module's two engines: only one may live at a time."""
 
 
-def test_one_slot_and_one_host_place(
-    tiny: TinyModel, oracle: dict[str, tuple[int, ...]]
-) -> None:
+def test_one_slot_and_one_host_place(tiny: TinyModel, oracle: dict[str, tuple[int, ...]]) -> None:
     with engine(tiny.model, max_loras=1, max_cpu_loras=None) as llm:
         agent = AdapterAgent.attach()
         assert agent is not None

@@ -51,9 +51,7 @@ def side(llm: Any) -> Any:
     return found
 
 
-def test_a_failed_request_alone_in_the_engine_gets_its_message(
-    llm: Any, tiny: TinyModel
-) -> None:
+def test_a_failed_request_alone_in_the_engine_gets_its_message(llm: Any, tiny: TinyModel) -> None:
     bad = adapter("bad", 7, tiny.adapters["civil"])
     (output,) = llm.generate(
         [PROMPT], SamplingParams(max_tokens=3), lora_request=[bad], use_tqdm=False
@@ -91,9 +89,7 @@ def test_adapter_calls_are_announced(llm: Any, tiny: TinyModel, side: Any) -> No
     ]
 
 
-def test_adapter_calls_carry_what_they_may_not_take(
-    llm: Any, tiny: TinyModel, side: Any
-) -> None:
+def test_adapter_calls_carry_what_they_may_not_take(llm: Any, tiny: TinyModel, side: Any) -> None:
     agent = AdapterAgent.attach()
     assert agent is not None
     path = tiny.adapters["civil"]
@@ -134,9 +130,7 @@ def request(name: str, n: int = 1) -> EngineCoreRequest:
         external_req_id=f"{name}-external",
         prompt_token_ids=[5, 6, 7],
         mm_features=None,
-        sampling_params=SamplingParams(
-            detokenize=False, n=n, output_kind=RequestOutputKind.DELTA
-        ),
+        sampling_params=SamplingParams(detokenize=False, n=n, output_kind=RequestOutputKind.DELTA),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,

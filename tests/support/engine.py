@@ -19,6 +19,9 @@ os.environ.update(
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     VLLM_NO_USAGE_STATS="1",
 )
+# One thread: on a busy machine two of them spend ten times as long waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 BLOCK = 32

@@ -24,7 +24,8 @@ class SlowProxy:
         trickle: send the answer one byte at a time with `latency_ms` between.
         connections: accepted so far.
         turns: times the client spoke after it had been answered, over all connections:
-            the round trips of a client that does one thing at a time.
+            the round trips of a client that does one thing at a time and sends each
+            request in one segment.
     """
 
     def __init__(self, port: int, *, latency_ms: float = 0.0, cut_after: int | None = None) -> None:

@@ -37,7 +37,7 @@ def connect(caplog: pytest.LogCaptureFixture) -> Iterator[Connect]:
     made: list[RedisTier] = []
 
     def make(url: str, **kwargs: Any) -> RedisTier:
-        options = {"ttl_s": 60, "connect_timeout_s": 2.0, "operation_timeout_s": 2.0}
+        options = {"ttl_s": 60, "connect_timeout_s": 20.0, "operation_timeout_s": 20.0}
         made.append(RedisTier(url, **(options | kwargs)))
         return made[-1]
 

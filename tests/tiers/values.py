@@ -85,7 +85,7 @@ class RedisStore:
     def tier(self, **kwargs: Any) -> RemoteTier:
         from elora_connector.tiers.redis import RedisTier
 
-        options = {"ttl_s": None, "connect_timeout_s": 5.0, "operation_timeout_s": 5.0} | kwargs
+        options = {"ttl_s": None, "connect_timeout_s": 20.0, "operation_timeout_s": 20.0} | kwargs
         self._tiers.append(RedisTier(self._url, **options))
         return self._tiers[-1]
 

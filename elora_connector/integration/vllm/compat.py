@@ -40,6 +40,7 @@ class Use:
     """One vLLM attribute: where it is, why we need it, what we do with it.
 
     `parameters` are names its signature must contain; empty for what is no function.
+    `live` marks what only instances have.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Use:
     why: str
     how: str
     parameters: tuple[str, ...] = ()
+    live: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}:{self.attribute}"
@@ -136,6 +138,12 @@ TABLE: tuple[Use, ...] = (
     ),
     Use(_MODELS, "LoRAModelManager.capacity", "size of the host cache", "read"),
     Use(_MODELS, "LoRAModelManager.lora_slots", "number of GPU slots", "read"),
+    Use(_MODELS, "LoRAModelManager._registered_adapters", "the host cache", "read", live=True),
+    Use(_MODELS, "LoRAModelManager._active_adapters", "the GPU slots", "read", live=True),
+    Use(_MODELS, "LoRAModelManager._last_slot_layout", "as below", "relied on", live=True),
+    Use(_LORA, "WorkerLoRAManager._adapter_manager", "both caches", "read", live=True),
+    Use(_LORA, "WorkerLoRAManager.lora_config", "part of the identity", "read", live=True),
+    Use(_LORA, "WorkerLoRAManager.device", "pin memory on it", "read", live=True),
     Use(
         _MODELS,
         "LoRAModelManager.set_adapter_mapping",
@@ -327,7 +335,25 @@ def check_table(table: Iterable[Use] = TABLE) -> None:
     Raises:
         UnsupportedError: lists everything that does not fit.
     """
-    problems = [problem for use in table if (problem := _problem(use))]
+    _refuse([problem for use in table if not use.live and (problem := _problem(use))])
+
+
+def check_live(*objects: object) -> None:
+    """Do these vLLM objects have the instance attributes that the table lists?
+
+    Raises:
+        UnsupportedError: lists everything that is missing.
+    """
+    problems = []
+    for use in TABLE:
+        owner, _, name = use.attribute.rpartition(".")
+        mine = [o for o in objects if owner in {c.__name__ for c in type(o).__mro__}]
+        if use.live and not all(hasattr(o, name) for o in mine):
+            problems.append(f"{use} is missing ({use.how}: {use.why})")
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise UnsupportedError(
             "elora: this vLLM differs from what the connector needs:\n  " + "\n  ".join(problems)

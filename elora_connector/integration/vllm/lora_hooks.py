@@ -21,6 +21,7 @@ from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm import cpu_lora_fix
 from elora_connector.integration.vllm.adapter_loader import AdapterLoader
 from elora_connector.integration.vllm.adapters import LOADER_THREADS, AdapterAgent
+from elora_connector.integration.vllm.compat import check_live
 from elora_connector.integration.vllm.daemon_pool import DaemonPool
 from elora_connector.integration.vllm.lora_caches import LoraCaches, NoRoomError
 from elora_connector.integration.vllm.patching import original_of, wrap
@@ -78,7 +79,9 @@ def attach_agent(kind: type[AdapterAgent]) -> AdapterAgent | None:
     found = agent_of(manager)
     if found is not None:
         return found
+    check_live(manager)
     models = manager._adapter_manager
+    check_live(models)
     _take_over(models)
     agent = kind(_loader_for(manager), LoraCaches(models), _pool_for(manager))
     setattr(manager, _AGENT, agent)

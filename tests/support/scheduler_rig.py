@@ -1,0 +1,563 @@
+"""vLLM's real scheduler with the real connector, over workers that only move bytes.
+
+No model, no thread, no clock: a step is one call, everything that takes time takes steps,
+and a seed decides all of it.  See `rig_worker` for what is checked in every forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from elora_connector import plugin
+from elora_connector.core.invariants import check_tree
+from elora_connector.core.types import Rank, Tier
+from elora_connector.integration.vllm import build, worker_side
+from elora_connector.metrics import Recorder
+from tests.support.faulty_tier import FaultyTier
+from tests.support.rig_adapters import Disk, RigAdapters
+from tests.support.rig_bytes import (
+    Delays,
+    Events,
+    Memory,
+    RigEngine,
+    RigIO,
+    Sizes,
+    next_token,
+    prefix_kv,
+)
+from tests.support.rig_worker import BASE_WEIGHTS, RigRank, RigWorkerSide
+from tests.support.tiny import Shape, make_model
+
+BLOCK = 4
+CHUNK = 8
+STEP_S = 0.01
+"""Seconds that the rig's clock advances with every step."""
+ADAPTERS = ("a", "b", "c", "d")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which scheduler, and how it tells the workers of resumed requests."""
+
+    name: str
+    scheduler: type[Scheduler]
+    resumed_as_new: bool
+
+
+VARIANTS = (
+    Variant("sync", Scheduler, False),
+    Variant("sync-v2", Scheduler, True),
+    Variant("async", AsyncScheduler, False),
+    Variant("async-v2", AsyncScheduler, True),
+)
+SYNC = VARIANTS[0]
+ASYNC = VARIANTS[2]
+
+
+@dataclass
+class Answer:
+    """What became of a request."""
+
+    prompt: list[int]
+    adapter: str | None
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    message: str | None = None
+    asked: list[tuple[int | None, bool]] = field(default_factory=list)
+    """The connector's answers to vLLM, in order."""
+    arrived: int = 0
+    started: int | None = None
+    """Number of the first step that computed tokens of it."""
+    hit: int = 0
+    """Tokens computed elsewhere (cached or loaded) at that step."""
+    pure: bool = True
+    """All its KV was computed with one set of weights."""
+
+    @property
+    def deferrals(self) -> int:
+        return sum(tokens is None for tokens, _ in self.asked)
+
+
+class _LookupPool:
+    """Answers the scheduler side's look-ups some steps later."""
+
+    def __init__(self, events: Events, delays: Delays) -> None:
+        self._events = events
+        self._delays = delays
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        steps = self._delays.draw("lookup")
+        if steps == 0:
+            future.set_result(call(*args))
+        else:
+            self._events.after(steps - 1, lambda: future.set_result(call(*args)))
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+class Rig:
+    """One engine without a model.
+
+    Args:
+        delay: steps that a step's outputs and reports lag behind (batch queue depth - 1).
+        settings: entries of `kv_connector_extra_config`.
+        delays: see `Delays`.
+        host_slots: chunks that fit into the host tier.
+        connector: False gives stock vLLM on the same workers.
+        store: a tier whose values to share, as instances share Redis; None with `remote`
+            gives this rig one of its own.
+    """
+
+    def __init__(
+        self,
+        variant: Variant = SYNC,
+        delay: int = 0,
+        ranks: int = 1,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        max_loras: int = 2,
+        max_cpu_loras: int = 3,
+        num_blocks: int = 64,
+        prefix_caching: bool = True,
+        seed: int = 0,
+        delays: Mapping[str, int | tuple[int, int]] | None = None,
+        host_slots: int = 32,
+        connector: bool = True,
+        remote: bool = True,
+        store: FaultyTier | None = None,
+        max_num_seqs: int = 4,
+        max_tokens_per_step: int = 32,
+    ) -> None:
+        plugin.register()
+        self.variant = variant
+        self.delay = delay
+        self.random = random.Random(seed)
+        self.delays = Delays(seed, **(delays or {}))
+        self.now = 1000.0
+        self.steps = 0
+        self.disk = Disk()
+        for name in ADAPTERS:
+            self.disk.put(path_of(name))
+        self.tier = FaultyTier(store=store, clock=lambda: self.now) if remote else None
+        self.answers: dict[str, Answer] = {}
+        self.fail_loads = 0.0
+        self.unguarded: set[int] = set()
+        """Adapters that vLLM itself may have taken from under running requests."""
+        self._events = Events()
+        self._flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._counter = 0
+        config = _config(max_loras, max_cpu_loras, max_num_seqs, max_tokens_per_step)
+        self._config = _adapt(config, variant, ranks, num_blocks, prefix_caching)
+        sizes = Sizes(num_blocks, BLOCK, CHUNK // BLOCK, host_slots)
+        if connector:
+            extra = {
+                "lmcache.chunk_size": CHUNK,
+                "lmcache.max_local_cpu_size": host_slots * sizes.chunk_bytes / 2**30,
+                "elora.check_invariants": True,
+                "elora.model_id": "rig",
+                "elora.sync_load_ms": 1000,
+            }
+            self._config.kv_transfer_config = _transfer(extra | dict(settings or {}))
+        self.scheduler = self._make_scheduler(num_blocks)
+        self.side = self.scheduler.connector.elora_scheduler_side if connector else None
+        if self.side is not None:
+            self._take_over()
+        self.ranks = [self._make_rank(index, sizes) for index in range(ranks)]
+        self._aggregator = KVOutputAggregator(ranks)
+        hash_fn = get_hash_fn_by_name(self._config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(BLOCK, hash_fn)
+
+    # ---- making it -------------------------------------------------------------------
+
+    def _make_scheduler(self, num_blocks: int) -> Any:
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        cache_config = KVCacheConfig(num_blocks, [], groups)
+        with patch.object(build, "remote_tier", lambda config, recorder: self.tier):
+            scheduler = self.variant.scheduler(
+                self._config,
+                cache_config,
+                _grammar(),
+                block_size=BLOCK,
+            )
+        scheduler.use_v2_model_runner = self.variant.resumed_as_new
+        scheduler.defer_block_free |= self.delay > 0 and scheduler.connector is not None
+        return scheduler
+
+    def _take_over(self) -> None:
+        """Clock and look-ups of the real scheduler side become ours."""
+        self.side._clock = lambda: self.now
+        if self.side._remote is not None:
+            self.side._remote.lookup._pool = _LookupPool(self._events, self.delays)
+        connector, ask = self.scheduler.connector, self.side.match
+
+        def match(request: Any, computed: int) -> tuple[int | None, bool]:
+            answer = ask(request, computed)
+            self.answers[request.request_id].asked.append(answer)
+            return answer
+
+        connector.get_num_new_matched_tokens = match
+
+    def _make_rank(self, index: int, sizes: Sizes) -> RigRank:
+        events = Events()
+        memory = Memory(sizes)
+        lora = self._config.lora_config
+        adapters = RigAdapters(
+            lora.max_loras,
+            lora.max_cpu_loras,
+            self.disk,
+            events,
+            self.delays,
+            agent=self.side is not None,
+        )
+        side = None if self.side is None else self._make_side(index, memory, events, adapters)
+        return RigRank(
+            index,
+            memory,
+            events,
+            adapters,
+            side,
+            lambda lora_id: lora_id not in self.unguarded,
+            lambda request_id: self.scheduler.requests[request_id].lora_request,
+        )
+
+    def _make_side(
+        self, index: int, memory: Memory, events: Events, adapters: RigAdapters
+    ) -> RigWorkerSide:
+        worker_side._IDLE_NAP_S = 0.0
+        pool = self.scheduler.kv_cache_manager.block_pool
+        engine = RigEngine(
+            memory,
+            events,
+            self.delays,
+            in_use=lambda block: pool.blocks[block].ref_cnt > 0,
+            fails=lambda: self.random.random() < self.fail_loads,
+        )
+        io = None if self.tier is None else RigIO(self.tier, memory, events, self.delays)
+        return RigWorkerSide(
+            memory,
+            engine,
+            io,
+            config=self.side.config,
+            geometry=self.side.geometry,
+            slots=memory.sizes.slots,
+            rank=(Rank(tp=index), index),
+            dtype="float32",
+            remote=self.tier,
+            agent=adapters.agent,
+            recorder=Recorder(),
+        )
+
+    # ---- what a client does ------------------------------------------------------------
+
+    def submit(
+        self,
+        adapter: str | None,
+        prompt: Sequence[int],
+        max_tokens: int = 2,
+        *,
+        salt: str | None = None,
+        load_inplace: bool = False,
+        skip: bool = False,
+        lora_id: int | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Queue a request; returns its id."""
+        self._counter += 1
+        request_id = f"r{self._counter}"
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": dict(params)} if params else None,
+            skip_reading_prefix_cache=True if skip else None,
+        )
+        lora = None if adapter is None else lora_request(adapter, load_inplace, lora_id)
+        request = Request(
+            request_id,
+            list(prompt),
+            sampling,
+            None,
+            arrival_time=self.now,
+            lora_request=lora,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.answers[request_id] = Answer(list(prompt), adapter, arrived=self.steps)
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        answer = self.answers[request_id]
+        answer.reason = answer.reason or "abort"
+
+    def add_lora(self, adapter: str, *, load_inplace: bool = False) -> None:
+        """`/v1/load_lora_adapter`: past the scheduler, between two steps."""
+        self._rpc("add_lora", lora_request(adapter, load_inplace))
+
+    def remove_lora(self, adapter: str) -> None:
+        self.unguarded.add(id_of(adapter))
+        self._rpc("remove_lora", id_of(adapter))
+
+    def change(self, adapter: str) -> str:
+        """New files under an adapter's path, which nobody is told about."""
+        return self.disk.put(path_of(adapter))
+
+    def _rpc(self, kind: str, target: Any) -> None:
+        managers = [rank.adapters.manager for rank in self.ranks]
+        executor = SimpleNamespace(
+            collective_rpc=self._protect,
+            add_lora=lambda request: [m.add_adapter(request) for m in managers],
+            remove_lora=lambda lora_id: [m.remove_adapter(lora_id) for m in managers],
+        )
+        engine = SimpleNamespace(scheduler=self.scheduler, model_executor=executor)
+        getattr(EngineCore, kind)(engine, target)
+
+    def _protect(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+        for rank in self.ranks:
+            assert rank.adapters.agent is not None
+            rank.adapters.agent.protect(*args)
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def step(self, count: int = 1) -> None:
+        """Schedule and execute a step; take in the outputs of the one `delay` steps ago."""
+        for _ in range(count):
+            output = self.scheduler.schedule()
+            self._note_starts(output)
+            self._flying.append((output, self._execute(output)))
+            if len(self._flying) > self.delay:
+                self._take_in(*self._flying.popleft())
+            self._events.end_step()
+            self.steps += 1
+            self.now += STEP_S
+
+    def _note_starts(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            answer = self.answers[new.req_id]
+            if answer.started is None:
+                answer.started, answer.hit = self.steps, new.num_computed_tokens
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        results: list[ModelRunnerOutput | None] = []
+        sampled: list[list[int]] | None = None
+        for rank in self.ranks:
+            result = rank.execute(output, sampled)
+            sampled = result.sampled_token_ids
+            results.append(result)
+        for request_id, run in self.ranks[0].requests.items():
+            self.answers[request_id].pure &= len(run.weights) < 2
+        if self.side is None:
+            return results[0]
+        order = list(range(len(results)))
+        self.random.shuffle(order)
+        merged = self._aggregator.aggregate([results[i] for i in order], order.index(0))
+        assert merged is not None
+        return merged
+
+    def _take_in(self, output: Any, result: ModelRunnerOutput) -> None:
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                answer = self.answers[one.request_id]
+                answer.tokens.extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    answer.reason = str(one.finish_reason)
+                    answer.message = one.stop_reason
+
+    def run(self, *request_ids: str, limit: int = 300) -> list[Answer]:
+        """Step until these requests (all, if none is named) are done."""
+        wanted = request_ids or tuple(self.answers)
+        for _ in range(limit):
+            if all(self.answers[r].reason for r in wanted):
+                return [self.answers[r] for r in wanted]
+            self.step()
+        waiting = {r: self.answers[r].asked[-3:] for r in wanted if not self.answers[r].reason}
+        raise AssertionError(f"not done after {limit} steps: {waiting}")
+
+    def settle(self, limit: int = 200) -> None:
+        """Step until nothing is under way any more."""
+        for _ in range(limit):
+            if not self._busy():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps: {self._busy()}")
+
+    def _busy(self) -> list[str]:
+        busy = [f"request {r}" for r in self.scheduler.requests]
+        busy += ["a step in flight"] * any(o.num_scheduled_tokens for o, _ in self._flying)
+        if self.side is None:
+            return busy
+        manager = self.side.manager
+        busy += [f"{manager.open_jobs} jobs"] * bool(manager.open_jobs)
+        busy += [f"{manager.open_puts} writes"] * bool(manager.open_puts)
+        for rank in self.ranks:
+            busy += [f"events of rank {rank.index}"] * bool(len(rank.events))
+        return busy
+
+    def drain(self, limit: int = 600) -> None:
+        """Everything ends and nothing is left behind."""
+        self.run(limit=limit)
+        self.settle()
+        self.step(self.delay + 2)  # the last reports
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == len(pool.blocks) - 1, "GPU blocks leaked"
+        assert not self.scheduler.has_requests()
+        if self.side is not None:
+            self._check_drained()
+
+    def _check_drained(self) -> None:
+        manager = self.side.manager
+        assert manager.open_jobs == manager.open_puts == manager.pinned_by_waiters == 0
+        assert manager.tree.pinned == 0, "a pin is left"
+        assert self.side.pool.pinned == 0
+        assert manager.slots.used == manager.tree.num_resident(Tier.HOST), "a host slot leaked"
+        assert not self.side._trackers
+        assert not self.ledger.taken(), "an adapter is held for nobody"
+        self.check()
+
+    # ---- looking -----------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Any:
+        return self.side._adapters.ledger
+
+    def check(self) -> None:
+        """Every invariant of the scheduler side."""
+        manager = self.side.manager
+        check_tree(manager.tree, {Tier.HOST: manager.slots.capacity * manager.tree.chunk_nbytes})
+        manager.check()
+        ledger = self.ledger
+        assert len(ledger.taken()) <= ledger.slots
+        in_slot, in_host = ledger.counts()
+        assert in_slot <= ledger.slots
+        assert in_host <= ledger.host_capacity
+
+    def total(self, name: str, *labels: str) -> float:
+        """A counter of the scheduler side."""
+        return float(self.side.recorder.total(name, *labels))
+
+    def expected(self, request_id: str) -> list[int]:
+        """What a request with the present weights of its adapter answers."""
+        answer = self.answers[request_id]
+        weights = BASE_WEIGHTS
+        if answer.adapter is not None:
+            weights = self.disk.read(path_of(answer.adapter))
+        return oracle(answer.prompt, weights, len(answer.tokens))
+
+
+def oracle(prompt: Sequence[int], weights: str, count: int) -> list[int]:
+    """The first `count` tokens after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(prefix_kv(tokens, weights, 0)[-1]))
+    return tokens[len(prompt) :]
+
+
+def id_of(adapter: str) -> int:
+    return ADAPTERS.index(adapter) + 1
+
+
+def path_of(adapter: str) -> str:
+    return f"/adapters/{adapter}"
+
+
+def lora_request(
+    adapter: str, load_inplace: bool = False, lora_id: int | None = None
+) -> LoRARequest:
+    return LoRARequest(
+        adapter, lora_id or id_of(adapter), path_of(adapter), load_inplace=load_inplace
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Deterministic tokens."""
+    return [100 + (seed * 7919 + i * i * 31 + i) % 300 for i in range(length)]
+
+
+@cache
+def _model() -> Path:
+    shape = Shape(
+        layers=1, hidden=32, heads=1, kv_heads=1, head_dim=32, intermediate=32, max_positions=256
+    )
+    return make_model(mkdtemp(prefix="elora-rig-"), shape=shape)
+
+
+@lru_cache(maxsize=32)
+def _config(max_loras: int, max_cpu_loras: int, seqs: int, tokens: int) -> Any:
+    return EngineArgs(
+        model=str(_model()),
+        enable_lora=True,
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
+        max_lora_rank=8,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        kv_cache_memory_bytes=1 << 20,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+
+
+@cache
+def _grammar() -> Any:
+    return StructuredOutputManager(_config(2, 3, 4, 32))
+
+
+def _adapt(
+    config: Any, variant: Variant, ranks: int, num_blocks: int, prefix_caching: bool
+) -> Any:
+    config = copy.deepcopy(config)
+    config.cache_config.block_size = BLOCK
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.enable_prefix_caching = prefix_caching
+    config.parallel_config.tensor_parallel_size = ranks
+    config.scheduler_config.async_scheduling = variant.scheduler is AsyncScheduler
+    return config
+
+
+def _transfer(extra: Mapping[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=plugin.CONNECTOR,
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(extra),
+    )
+
+
+__all__ = ["ADAPTERS", "ASYNC", "SYNC", "VARIANTS", "Answer", "Rig", "Variant"]
