@@ -29,6 +29,7 @@ from examples.servers import (
     RedisServer,
     ServerError,
     VllmServer,
+    end_on_sigterm,
     wait_for,
     write_config,
 )
@@ -253,6 +254,7 @@ def main() -> int:
     """Entry point: 0 if every row is right, 1 if not, 2 if a server could not run."""
     console = Console()
     directory = Path(tempfile.mkdtemp(prefix="elora-demo-"))
+    end_on_sigterm()
     try:
         with ExitStack() as stack:
             demo = Demo(console, directory, stack)

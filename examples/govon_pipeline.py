@@ -35,6 +35,7 @@ from examples.servers import (
     RedisServer,
     ServerError,
     VllmServer,
+    end_on_sigterm,
     wait_for,
     write_config,
 )
@@ -195,6 +196,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     directory = Path(tempfile.mkdtemp(prefix="elora-govon-"))
+    end_on_sigterm()
     try:
         with ExitStack() as stack:
             measurement = Measurement(

@@ -7,6 +7,8 @@
 #
 # The one line that turns the connector on is --kv-transfer-config.  Settings come from an
 # LMCache-style YAML file; several servers with the same model, adapters and Redis share KV.
+# --shutdown-timeout lets running requests end and queued KV reach Redis; without it vLLM ends
+# its engine at once.
 # PYTHON names the interpreter that vLLM is installed for, PORT the port to listen on;
 # more vLLM options go into VLLM_OPTIONS.
 set -euo pipefail
@@ -27,5 +29,6 @@ exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server \
     --enable-lora \
     --max-loras 2 \
     --lora-modules "$@" \
+    --shutdown-timeout 10 \
     --kv-transfer-config '{"kv_connector":"EloraConnector","kv_role":"kv_both"}' \
     ${VLLM_OPTIONS:-}

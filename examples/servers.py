@@ -73,6 +73,15 @@ def write_config(path: Path, redis_url: str, chunk_size: int = 64) -> Path:
     return path
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that no child process is left behind."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 @dataclass
 class Process:
     """A child in its own process group that writes to a log file."""
@@ -219,6 +228,8 @@ class VllmServer:
             *("--dtype", "float32", "--block-size", "32", "--enforce-eager"),
             *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+            # Without it vLLM kills its engine at once, and what waits for Redis is lost.
+            *("--shutdown-timeout", "10"),
         ]
 
     def warm_up(self, models: Iterable[str]) -> None:

@@ -14,7 +14,15 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from examples.servers import ELORA, RedisServer, ServerError, VllmServer, wait_for, write_config
+from examples.servers import (
+    ELORA,
+    RedisServer,
+    ServerError,
+    VllmServer,
+    end_on_sigterm,
+    wait_for,
+    write_config,
+)
 from examples.tiny_model import make_tiny_model
 
 MODELS = ("base", "civil", "legal")
@@ -58,6 +66,7 @@ def run(directory: Path, stack: ExitStack) -> bool:
 def main() -> int:
     """Entry point: 0 if both instances gave the same tokens."""
     directory = Path(tempfile.mkdtemp(prefix="elora-share-"))
+    end_on_sigterm()
     try:
         with ExitStack() as stack:
             same = run(directory, stack)

@@ -39,6 +39,20 @@ AWKWARD = (
 )
 
 
+@pytest.fixture(scope="class")
+def live(tiny: TinyModel, class_store: RedisServer) -> Iterator[Engine]:
+    """Host and remote tier, prefix caching off: every hit is ours."""
+    with engine(tiny.model, {"lmcache.remote_url": class_store.url}) as made:
+        yield made
+
+
+@pytest.fixture(scope="class")
+def caching(tiny: TinyModel) -> Iterator[Engine]:
+    """Host tier and vLLM's own prefix cache, which hashes names, not content."""
+    with engine(tiny.model, enable_prefix_caching=True) as made:
+        yield made
+
+
 def stored(server: RedisServer) -> dict[str, RemoteKeyParts]:
     """Every key in Redis with its parts; all must be valid."""
     with server.client() as client:
@@ -55,12 +69,7 @@ def raw_dump(server: RedisServer) -> bytes:
 
 
 class TestOneEngine:
-    """Prefix caching off: every hit is ours.  Each test has prompts of its own."""
-
-    @pytest.fixture(scope="class")
-    def live(self, tiny: TinyModel, class_store: RedisServer) -> Iterator[Engine]:
-        with engine(tiny.model, {"lmcache.remote_url": class_store.url}) as made:
-            yield made
+    """Each test has prompts of its own."""
 
     def test_case_01_the_same_prompt_hits_only_under_its_own_adapter(
         self, live: Engine, tiny: TinyModel, oracle: Oracle, class_store: RedisServer
@@ -208,32 +217,25 @@ def reload_once(
 
 
 class TestPrefixCaching:
-    """vLLM's own cache is on: it hashes adapter names, not their content."""
-
-    @pytest.fixture(scope="class")
-    def live(self, tiny: TinyModel) -> Iterator[Engine]:
-        with engine(tiny.model, enable_prefix_caching=True) as made:
-            yield made
-
     def test_case_02_one_name_for_two_paths_shares_no_gpu_blocks(
-        self, live: Engine, tiny: TinyModel, oracle: Oracle
+        self, caching: Engine, tiny: TinyModel, oracle: Oracle
     ) -> None:
         text = prompt(112, LENGTH)
         first = lora("shared-name", 21, tiny.adapters["civil"])
         second = lora("shared-name", 22, tiny.adapters["legal"])
-        seen = live.mark()
+        seen = caching.mark()
         for adapter, cached in ((first, 0), (second, 0), (first, HIT), (first, HIT)):
-            answer = live.ask(text, adapter)
+            answer = caching.ask(text, adapter)
             assert (answer.tokens, answer.cached) == (oracle(text, adapter.lora_path), cached)
         # The third was loaded from the host tier, the fourth found the blocks on the GPU.
         assert seen("hit_tokens", "host") == seen("hit_tokens", "gpu") == HIT
         assert seen("unhashed_blocks") > 0
 
     def test_case_03_an_inplace_reload_serves_no_old_gpu_blocks(
-        self, live: Engine, tiny: TinyModel, oracle: Oracle, tmp_path: Path
+        self, caching: Engine, tiny: TinyModel, oracle: Oracle, tmp_path: Path
     ) -> None:
-        seen = live.mark()
-        reload_once(live, tiny, oracle, AdapterDir(tmp_path / "a", tiny.adapters["civil"]), 114)
+        seen = caching.mark()
+        reload_once(caching, tiny, oracle, AdapterDir(tmp_path / "a", tiny.adapters["civil"]), 114)
         # The old content came back from the host tier, its GPU blocks were dropped.
         assert seen("hit_tokens", "host") == HIT
         assert seen("hit_tokens", "gpu") == 2 * HIT

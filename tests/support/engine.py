@@ -100,6 +100,12 @@ class Engine:
 
         return get_kv_transfer_group().elora_worker_side
 
+    @property
+    def ledger(self) -> Any:
+        """The adapter slot ledger, None without LoRA."""
+        adapters = self.side._adapters
+        return None if adapters is None else adapters.ledger
+
     def total(self, name: str, *labels: str) -> float:
         """A counter of the scheduler side since the engine started."""
         return float(self.side.recorder.total(name, *labels))
@@ -214,8 +220,8 @@ class Engine:
         assert side.manager.pinned_by_waiters == 0
         assert side.pool.pinned == 0
         assert self.total("invariant_failures") == 0
-        if side._gate is not None:
-            assert side._gate.ledger.taken() == set()
+        if self.ledger is not None:
+            assert self.ledger.taken() == set()
 
     def step(self) -> None:
         """One engine step, also when vLLM has nothing to do."""

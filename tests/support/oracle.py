@@ -56,9 +56,8 @@ class Oracle:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        self._process.kill()  # it has nothing to save, and vLLM takes its time to end
+        self._process.wait()
         self._answers.close()
 
     def __call__(

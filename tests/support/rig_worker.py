@@ -6,6 +6,7 @@ in full before each of its forwards.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,8 @@ class RigRank:
             sampled: tokens of rank 0, None on rank 0 itself.
         """
         if self.side is not None:
-            self._begin(output.kv_connector_metadata)
+            # Over a pipe, as vLLM sends it: no rank sees another one's object.
+            self._begin(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
         self._update(output)
         batch = list(output.num_scheduled_tokens)
         if batch:

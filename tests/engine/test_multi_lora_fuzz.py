@@ -1,8 +1,8 @@
 """Random multi-adapter load on the real engine gives exactly the oracle's tokens.
 
 Shared prefixes, several turns, cancels at any step, a tiny block pool, a small host tier,
-in-place reloads, restarts of Redis.  The seed is printed; ELORA_FUZZ_SEED repeats a run,
-ELORA_FUZZ_REQUESTS makes it longer.
+in-place reloads, restarts of Redis.  The seed is printed; FUZZ_SEED repeats a run,
+FUZZ_REQUESTS makes it longer.
 
 A request that ran across a reload of its own adapter has no right answer (vLLM itself
 mixes the weights); it is run for what it may leave behind, and every later request of
@@ -28,8 +28,8 @@ from tests.support.tiny import TinyModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.redis, pytest.mark.fuzz]
 
-REQUESTS = int(os.environ.get("ELORA_FUZZ_REQUESTS", "300"))
-SEED = int(os.environ.get("ELORA_FUZZ_SEED", "20261129"))
+REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "300"))
+SEED = int(os.environ.get("FUZZ_SEED", "20261129"))
 MOST_TOKENS = 400
 MOST_RUNNING = 6
 
@@ -180,7 +180,7 @@ class Fuzz:
 def test_random_load_gives_the_oracles_tokens(
     tiny: TinyModel, oracle: Oracle, tmp_path: Path
 ) -> None:
-    print(f"ELORA_FUZZ_SEED={SEED} ELORA_FUZZ_REQUESTS={REQUESTS}")
+    print(f"FUZZ_SEED={SEED} FUZZ_REQUESTS={REQUESTS}")
     contents = [tiny.adapters["tax"], tiny.adapters["patent"]]
     mutable = AdapterDir(tmp_path / "mutable", contents[0])
     names = ["civil", "legal", "patent"]
