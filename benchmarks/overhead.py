@@ -1,0 +1,226 @@
+"""What the connector costs on a miss and what it gives on a hit, in interleaved pairs.
+
+    python benchmarks/overhead.py [--pairs 30] [--tokens 1305] [--json FILE]
+
+Two engines in processes of their own answer in turn, so that noise of the machine hits
+both alike; the order inside a pair alternates.  Reported: medians and the 95 % interval
+of the ratio (bootstrap over pairs).
+
+cold     a new prompt each time, connector on (host tier; with --redis also write-behind)
+         against a vLLM without connector
+warm     the same prompts again: loaded from the host tier (vLLM's own prefix cache off)
+         against a hit in vLLM's GPU prefix cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from examples.tiny_model import make_tiny_model  # noqa: E402
+from tests.support.redis_server import RedisServer  # noqa: E402
+
+BLOCK = 32
+CHUNK = 64
+RESAMPLES = 2000
+
+
+class Child:
+    """One engine process."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        reader, writer = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "engine_child.py"), str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[writer],
+            text=True,
+        )
+        os.close(writer)
+        self._replies = os.fdopen(reader)
+        self.ask({"engine": args})
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """One question, one reply."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._replies.readline()
+        if not line:
+            raise RuntimeError(f"an engine process ended with {self._process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._replies.close()
+
+
+def engine_args(model: Path, *, caching: bool, settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of LLM(); `settings` is the connector's configuration, None: without it."""
+    args: dict[str, Any] = {
+        "model": str(model),
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_model_len": 2048,
+        "enable_prefix_caching": caching,
+    }
+    if settings is not None:
+        args["kv_transfer_config"] = {
+            "kv_connector": "EloraConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.chunk_size": CHUNK,
+                "lmcache.max_local_cpu_size": 1.0,
+                **settings,
+            },
+        }
+    return args
+
+
+@contextlib.contextmanager
+def children(*args: dict[str, Any]) -> Iterator[list[Child]]:
+    """Engines that live at the same time."""
+    started: list[Child] = []
+    try:
+        started.extend(Child(one) for one in args)
+        yield started
+    finally:
+        for child in started:
+            child.close()
+
+
+def interval(ratios: Sequence[float], rng: random.Random) -> tuple[float, float, float]:
+    """Median of paired ratios with its 95 % bootstrap interval."""
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+    )
+    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
+    return statistics.median(ratios), low, high
+
+
+def pairs(
+    title: str, count: int, first: Callable[[int], float], second: Callable[[int], float]
+) -> dict[str, Any]:
+    """Measure `first` and `second` alternately; ratio = first / second."""
+    left, right = [], []
+    for i in range(count):
+        print(f"\r{title}: pair {i + 1} of {count}", end="", file=sys.stderr, flush=True)
+        if i % 2:
+            right.append(second(i))
+            left.append(first(i))
+        else:
+            left.append(first(i))
+            right.append(second(i))
+    print(file=sys.stderr)
+    ratio, low, high = interval([a / b for a, b in zip(left, right, strict=True)], random.Random(0))
+    return {
+        "title": title,
+        "pairs": count,
+        "median_ms": [1000 * statistics.median(left), 1000 * statistics.median(right)],
+        "ratio": ratio,
+        "ratio_95": [low, high],
+    }
+
+
+def prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randint(8, 500) for _ in range(tokens)] for _ in range(count)]
+
+
+def measure(child: Child, prompt: list[int], lora: list[Any], cached: int | None) -> float:
+    """Seconds of one request; checks that it hit, or missed, what it should."""
+    reply = child.ask({"prompt": prompt, "lora": lora, "n": 1})
+    if cached is not None and reply["cached"] != cached:
+        raise RuntimeError(f"expected {cached} cached tokens, got {reply['cached']}")
+    return float(reply["seconds"])
+
+
+def cold(model: Path, lora: list[Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Connector on against off, on prompts that nobody has seen."""
+    fresh = prompts(options.pairs + 3, options.tokens, 1)
+    plain = engine_args(model, caching=False, settings=None)
+    with RedisServer() as store:
+        variants = {"host": {}, "host + Redis": {"lmcache.remote_url": store.url}}
+        for name, settings in variants.items():
+            ours = engine_args(model, caching=False, settings=settings)
+            with children(ours, plain) as (on, off):
+                for warm_up in fresh[-3:]:
+                    measure(on, warm_up, lora, None)
+                    measure(off, warm_up, lora, None)
+                yield pairs(
+                    f"cold, connector on ({name}) / off",
+                    options.pairs,
+                    lambda i, on=on: measure(on, fresh[i], lora, 0),
+                    lambda i, off=off: measure(off, fresh[i], lora, 0),
+                )
+
+
+def warm(model: Path, lora: list[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """A hit in the host tier against a hit in vLLM's GPU prefix cache."""
+    known = prompts(6, options.tokens, 2)
+    hit = (options.tokens - 1) // CHUNK * CHUNK
+    gpu_hit = (options.tokens - 1) // BLOCK * BLOCK
+    ours = engine_args(model, caching=False, settings={})
+    plain = engine_args(model, caching=True, settings=None)
+    with children(ours, plain) as (host, gpu):
+        for prompt in known * 2:
+            measure(host, prompt, lora, None)
+            measure(gpu, prompt, lora, None)
+        return pairs(
+            "warm, from host / from GPU prefix cache",
+            options.pairs,
+            lambda i: measure(host, known[i % len(known)], lora, hit),
+            lambda i: measure(gpu, known[i % len(known)], lora, gpu_hit),
+        )
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=1345, help="prompt length")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = make_tiny_model(Path(directory))
+        lora = ["civil", 1, str(tiny.adapters["civil"])]
+        rows = [*cold(tiny.model, lora, options), warm(tiny.model, lora, options)]
+    print(
+        f"{options.tokens}-token prompts with a LoRA adapter, 1 output token, {options.pairs} pairs"
+    )
+    for row in rows:
+        a, b = row["median_ms"]
+        low, high = row["ratio_95"]
+        print(
+            f"{row['title']:<42} {a:8.1f} ms / {b:8.1f} ms = {row['ratio']:.3f} "
+            f"[{low:.3f}, {high:.3f}]"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
