@@ -296,6 +296,18 @@ class AdapterLedger:
         if not self.suspended:
             self._adopt(loaded)
 
+    def distrust(self, lora_id: int) -> bool:
+        """Ranks report different contents: the next order reads the files again.
+
+        Returns:
+            False while that, or any order for the adapter, is still to be done.
+        """
+        entry = self._entries.get(lora_id)
+        if entry is None or entry.order is not None or entry.check is Check.ALWAYS:
+            return False
+        entry.check = Check.ALWAYS
+        return True
+
     # ---- inside ----------------------------------------------------------------
 
     def _resident(self, entry: _Entry) -> bool:

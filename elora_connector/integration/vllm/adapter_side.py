@@ -154,12 +154,17 @@ class AdapterSide:
         for name in outcome.changed:
             self._drop(name)
 
-    def before_rpc(self, target: Any) -> None:
-        """vLLM is about to add, pin or remove an adapter past the scheduler."""
+    def before_rpc(self, target: Any) -> frozenset[int]:
+        """vLLM is about to add, pin or remove an adapter past the scheduler.
+
+        Returns:
+            Adapters that are in use or held, which the call may not take out.
+        """
         if isinstance(target, int):
             self._gate.rpc(None, target)
         else:
             self._gate.rpc(target, target.lora_int_id)
+        return frozenset(self.ledger.taken())
 
     # ---- inside ----------------------------------------------------------------------
 

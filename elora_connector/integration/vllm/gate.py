@@ -69,6 +69,8 @@ class AdapterGate:
         self._cached: dict[str, bytes] = {}
         """Digest of each name whose blocks may be in the GPU prefix cache."""
         self._turning: dict[str, bytes] = {}
+        self._disputed: set[int] = set()
+        """Ids that the ranks have different contents of, being read again."""
 
     # ---- requests ---------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class AdapterGate:
 
     def _agree(self, outcome: ReportOutcome) -> None:
         reports = [self._reports[rank] for rank in sorted(self._reports)]
-        loaded = self._common(reports, outcome)
+        loaded, differing = _compare(reports)
         users = self.ledger.in_use()
         for lora_id, now in loaded.items():
             before = self._loads.get(lora_id)
@@ -178,27 +180,39 @@ class AdapterGate:
                 outcome.tainted.add(lora_id)
                 outcome.changed.add(now.name)
                 self._cached.pop(now.name, None)
-        self._loads = loaded
+        # Ranks reload at different steps: what users began with is remembered meanwhile.
+        self._loads = {i: load for i, load in self._loads.items() if i in users} | loaded
         self.ledger.on_report(
             min(report.acked_seq for report in reports), min(self._rank_rpcs.values()), loaded
         )
+        self._settle_disputes(differing, outcome)
 
-    def _common(self, reports: list[AdapterReport], outcome: ReportOutcome) -> dict[int, Loaded]:
-        """Adapters that every rank has, with one content."""
-        states = [{state.lora_id: state for state in report.states} for report in reports]
-        loaded: dict[int, Loaded] = {}
-        for lora_id in set.intersection(*(set(by_id) for by_id in states)):
-            every = [by_id[lora_id] for by_id in states]
-            if len({state.digest for state in every}) > 1:
-                outcome.failures[lora_id] = (
-                    f"adapter '{every[0].name}' differs between the workers' machines"
-                )
+    def _settle_disputes(self, differing: Mapping[int, str], outcome: ReportOutcome) -> None:
+        """Files that changed between two ranks' reads are read again before anybody fails."""
+        self._disputed &= differing.keys()
+        for lora_id, name in differing.items():
+            if not self.ledger.distrust(lora_id):
                 continue
-            loaded[lora_id] = Loaded(
-                lora_id,
-                every[0].name,
-                every[0].digest,
-                tuple(state.load_seq for state in every),
-                all(state.in_slot for state in every),
-            )
-        return loaded
+            if lora_id in self._disputed:
+                outcome.failures[lora_id] = f"adapter '{name}' differs between the workers' machines"
+            self._disputed ^= {lora_id}
+
+
+def _compare(reports: list[AdapterReport]) -> tuple[dict[int, Loaded], dict[int, str]]:
+    """Adapters that every rank has: with one content, and (id -> name) with several."""
+    states = [{state.lora_id: state for state in report.states} for report in reports]
+    loaded: dict[int, Loaded] = {}
+    differing: dict[int, str] = {}
+    for lora_id in set.intersection(*(set(by_id) for by_id in states)):
+        every = [by_id[lora_id] for by_id in states]
+        if len({state.digest for state in every}) > 1:
+            differing[lora_id] = every[0].name
+            continue
+        loaded[lora_id] = Loaded(
+            lora_id,
+            every[0].name,
+            every[0].digest,
+            tuple(state.load_seq for state in every),
+            all(state.in_slot for state in every),
+        )
+    return loaded, differing

@@ -265,10 +265,13 @@ class SchedulerSide:
         self._enter_namespace(fresh)
         return done + "; this process now uses remote keys of its own, others keep theirs"
 
-    def before_adapter_rpc(self, kind: str, target: Any) -> None:
-        """`EngineCore.add_lora`, `remove_lora` or `pin_lora` is about to run."""
-        if self._adapters is not None:
-            self._adapters.before_rpc(target)
+    def before_adapter_rpc(self, kind: str, target: Any) -> frozenset[int] | None:
+        """`EngineCore.add_lora`, `remove_lora` or `pin_lora` is about to run.
+
+        Returns:
+            Adapters that it may not take out.
+        """
+        return None if self._adapters is None else self._adapters.before_rpc(target)
 
     def after_adapter_rpc(self, kind: str, target: Any, ok: bool) -> None:
         """Nothing to do: the workers' next report tells what became of it."""
