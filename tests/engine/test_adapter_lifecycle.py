@@ -22,10 +22,11 @@ pytestmark = pytest.mark.engine
 
 LENGTH = 200
 HIT = 192
+FAULTS = ("missing", "corrupt", "no_json", "oversized", "vanished")
 
 
-@pytest.fixture(scope="module")
-def shared(tiny: TinyModel) -> Iterator[Engine]:
+@pytest.fixture(scope="class")
+def live(tiny: TinyModel) -> Iterator[Engine]:
     """One engine, host tier only; each test has prompts and adapter ids of its own."""
     with engine(tiny.model) as made:
         yield made
@@ -36,10 +37,6 @@ def nodes(live: Engine) -> int:
 
 
 class TestOneEngine:
-    @pytest.fixture
-    def live(self, shared: Engine) -> Engine:
-        return shared
-
     def test_case_08_unload_and_reload_keep_one_copy(
         self, live: Engine, tiny: TinyModel, oracle: Oracle
     ) -> None:
@@ -98,11 +95,11 @@ class TestOneEngine:
                 assert (len(reads), len(hashes)) == (turn, turn)
             folder.put(tiny.adapters["legal"])
 
-    @pytest.mark.parametrize("fault", ["missing", "corrupt", "no_json", "oversized", "vanished"])
+    @pytest.mark.parametrize("fault", FAULTS)
     def test_case_10_a_bad_adapter_fails_only_its_own_request(
         self, live: Engine, tiny: TinyModel, oracle: Oracle, tmp_path: Path, fault: str
     ) -> None:
-        number = 210 + len(fault)
+        number = 210 + FAULTS.index(fault)
         text = prompt(number, LENGTH)
         good = lora("tax", 9, tiny.adapters["tax"])
         bad = lora(f"bad-{fault}", number, spoil(fault, tmp_path / "a", tiny, live, number))

@@ -152,6 +152,16 @@ class Engine:
         seconds = time.monotonic() - start
         return [_answer(out, seconds) for out in outs]
 
+    def tiers(self) -> tuple[Any, ...]:
+        """The remote tier's client in the scheduler and in the worker."""
+        return self.side._remote.lookup.tier, self.worker._remote_tier
+
+    def remote_answers(self) -> bool:
+        """Do both clients believe that the store is well?"""
+        from elora_connector.tiers.base import Health
+
+        return all(tier.health() is Health.CLOSED for tier in self.tiers())
+
     # ---- requests that overlap ------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], lora: Any = None, n: int = 8, **more: Any) -> str:
@@ -268,8 +278,14 @@ def engine(
     role: str = "kv_both",
     **overrides: Any,
 ) -> Iterator[Engine]:
-    """A live engine.  `settings`: kv_connector_extra_config over `SETTINGS`."""
+    """A live engine, the only one of its process: vLLM has one connector per process.
+
+    `settings`: kv_connector_extra_config over `SETTINGS`.
+    """
     from vllm import LLM
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    assert not has_kv_transfer_group(), "the engine before this one is still alive"
 
     args: dict[str, Any] = {**DEFAULTS, "model": str(model), **overrides}
     if connector:

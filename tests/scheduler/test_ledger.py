@@ -1,0 +1,371 @@
+"""Adapter slots: who waits for whom, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from elora_connector.core.ledger import AdapterLedger, Check, Gate, Loaded, Order
+from tests.support.rig_adapters import digest_of
+from tests.support.scheduler_rig import SYNC, VARIANTS, Rig, Variant, id_of, path_of, prompt
+
+DELAYS = (0, 1, 2)
+
+
+def activations(rig: Rig) -> int:
+    """Loads that the first rank has made, of whatever kind."""
+    return rig.ranks[0].adapters.loader.loads
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_one_slot_two_adapters_do_not_evict_each_other(variant: Variant, delay: int) -> None:
+    rig = Rig(variant, delay, ranks=2, max_loras=1, max_cpu_loras=1, delays={"adapter": (1, 3)})
+    first, second = rig.submit("a", prompt(12)), rig.submit("b", prompt(12))
+    rig.run(limit=60)
+    assert activations(rig) == 2, "each adapter is loaded once"
+    assert rig.answers[first].started < rig.answers[second].started
+    rig.drain()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_one_slot_two_adapters_with_remote_hits(delay: int) -> None:
+    """A second condition to wait for is what made naive rules swap for ever."""
+    store = Rig(SYNC)
+    for adapter in ("a", "b"):
+        store.run(store.submit(adapter, prompt(33)))
+    store.drain()
+    rig = Rig(
+        SYNC,
+        delay,
+        max_loras=1,
+        max_cpu_loras=2,
+        store=store.tier,
+        delays={"fetch": 3, "adapter": 2, "lookup": 2},
+    )
+    rig.submit("a", prompt(33))
+    rig.submit("b", prompt(33))
+    answers = rig.run(limit=80)
+    assert activations(rig) == 2
+    assert [a.hit for a in answers] == [32, 32]
+    rig.drain()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_two_slots_three_adapters_in_turn(delay: int) -> None:
+    rig = Rig(SYNC, delay, max_loras=2, max_cpu_loras=2, delays={"adapter": (0, 3)})
+    for turn in range(4):
+        for adapter in ("a", "b", "c"):
+            rig.submit(adapter, prompt(9, turn))
+    rig.run(limit=200)
+    assert activations(rig) <= 12
+    rig.drain()
+
+
+@pytest.mark.parametrize("load_steps", [0, 1, 4])
+def test_endless_stream_does_not_starve_another_adapter(load_steps: int) -> None:
+    """B starts no later than with stock vLLM, plus the steps its load takes."""
+
+    def start_of_b(connector: bool) -> int:
+        rig = Rig(
+            SYNC,
+            max_loras=1,
+            max_cpu_loras=2,
+            connector=connector,
+            remote=False,
+            delays={"adapter": load_steps},
+        )
+        rig.run(rig.submit("a", prompt(9)))
+        arrived = rig.steps
+        b = ""
+        for turn in range(40):
+            rig.submit("a", prompt(9, turn), max_tokens=3)
+            if turn == 3:
+                arrived, b = rig.steps, rig.submit("b", prompt(9))
+            rig.step()
+            if b and rig.answers[b].started is not None:
+                return int(rig.answers[b].started) - arrived
+        raise AssertionError("B starved")
+
+    stock, ours = start_of_b(connector=False), start_of_b(connector=True)
+    # Ordered in step n, there at the end of step n + load, reported and started in the next.
+    assert ours <= stock + load_steps + 1, f"{ours} steps, stock {stock}"
+
+
+def test_base_requests_never_wait_for_adapters() -> None:
+    rig = Rig(SYNC, max_loras=1, delays={"adapter": 50}, remote=False)
+    rig.submit("a", prompt(9))
+    rig.submit("b", prompt(9))
+    base = rig.submit(None, prompt(9))
+    (answer,) = rig.run(base, limit=5)
+    assert answer.deferrals == 0
+    assert answer.started == 0
+    rig.drain()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rpc_while_an_order_is_in_flight(delay: int, inplace: bool) -> None:
+    rig = Rig(SYNC, delay, ranks=2, max_loras=1, max_cpu_loras=1, delays={"adapter": (2, 4)})
+    rig.submit("a", prompt(20))
+    rig.step()
+    rig.add_lora("b")  # takes the only place while A is being read
+    rig.submit("b", prompt(20))
+    rig.step()
+    rig.change("a")
+    rig.add_lora("a", load_inplace=inplace)
+    rig.run(limit=100)
+    assert all(a.reason == "length" for a in rig.answers.values())
+    rig.drain()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_rpc_replaces_weights_under_a_running_request(delay: int) -> None:
+    rig = Rig(SYNC, delay, ranks=2)
+    running = rig.submit("a", prompt(20), max_tokens=30)
+    while not rig.answers[running].tokens:
+        rig.step()
+    old = rig.disk.read(path_of("a"))
+    rig.change("a")
+    rig.add_lora("a", load_inplace=True)
+    later = rig.submit("a", prompt(20), max_tokens=4)
+    rig.run()
+    assert len(rig.answers[running].weights) == 2, "it ran across the change"
+    assert rig.answers[later].weights == {rig.disk.read(path_of("a"))}
+    rig.disk.put_back(path_of("a"), old)
+    rig.add_lora("a", load_inplace=True)
+    again = rig.submit("a", prompt(20), max_tokens=4)
+    rig.run()
+    assert rig.answers[again].weights == {old}
+    rig.drain()
+
+
+def test_failed_load_fails_only_its_requests() -> None:
+    rig = Rig(SYNC, max_loras=1, max_cpu_loras=1, delays={"adapter": 2})
+    rig.disk.remove(path_of("b"))
+    bad = rig.submit("b", prompt(9))
+    good = rig.submit("a", prompt(9))
+    rig.run(limit=40)
+    assert rig.answers[bad].reason == "error"
+    assert "elora[400]" in str(rig.answers[bad].message)
+    assert "'b'" in str(rig.answers[bad].message)
+    assert rig.answers[good].reason == "length"
+    rig.change("b")
+    (answer,) = rig.run(rig.submit("b", prompt(9)), limit=40)
+    assert answer.reason == "length", "mended files are read again"
+    rig.drain()
+
+
+def test_never_loaded_adapter_hits_the_deadline_once() -> None:
+    rig = Rig(SYNC, settings={"elora.adapter_deadline_s": 0.2}, delays={"adapter": 10_000})
+    late = rig.submit("a", prompt(9))
+    rig.run(late, limit=40)
+    assert rig.answers[late].reason == "error"
+    assert "elora[503]" in str(rig.answers[late].message)
+    assert rig.steps == 22, "0.2 s are 20 steps after the first ask"
+    assert not rig.ledger.taken(), "the hold goes with the request"
+
+
+def test_files_that_change_between_two_ranks_are_read_again() -> None:
+    rig = Rig(SYNC, ranks=2, delays={"adapter": (0, 0)})
+    rig.submit("a", prompt(9))
+    rank = rig.ranks[1].adapters
+    load = rank.loader.load
+
+    def changed_meanwhile(request: object, *, hash_again: bool) -> object:
+        rig.change("a")
+        rank.loader.load = load  # type: ignore[method-assign]
+        return load(request, hash_again=hash_again)
+
+    rank.loader.load = changed_meanwhile  # type: ignore[method-assign, assignment]
+    (answer,) = rig.run(limit=20)
+    assert answer.reason == "length", answer.message
+    assert answer.weights == {rig.disk.read(path_of("a"))}
+    rig.drain()
+
+
+def test_machines_that_really_differ_refuse_the_adapter() -> None:
+    rig = Rig(SYNC, ranks=2)
+    other = type(rig.disk)()
+    other.put_back(path_of("a"), "another machine's file")
+    rig.ranks[1].adapters.loader._disk = other
+    for _ in range(2):
+        (answer,) = rig.run(rig.submit("a", prompt(9)), limit=20)
+        assert answer.reason == "error"
+        assert "differs between the workers' machines" in str(answer.message)
+    rig.drain()
+
+
+# ---- the ledger alone ------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    """What the workers have, as the ledger's orders make it."""
+
+    host: dict[int, int]
+    slots: set[int]
+    seq: int = 0
+
+
+class LedgerLife(RuleBasedStateMachine):
+    """Requests, reports with any lag, failing loads and out-of-step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = AdapterLedger(2, 3)
+        self.worker = _Worker({}, set())
+        self.sent: list[list[Order]] = []
+        self.waiting: dict[str, int] = {}
+        self.running: dict[str, int] = {}
+        self.loads = 0
+        self.count = 0
+        self.now = 0.0
+        self.rpcs = 0
+
+    @rule(lora_id=st.integers(1, 5), check=st.sampled_from(Check))
+    def arrive(self, lora_id: int, check: Check) -> None:
+        self.count += 1
+        self.waiting[f"r{self.count}"] = lora_id
+        self.ledger.register(lora_id, f"n{lora_id}", check)
+        self.ledger.prefetch(lora_id, list(self.waiting.values()))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def ask_all(self) -> None:
+        """One schedule(): every waiting request is asked, some get their blocks."""
+        self.now += 1
+        for request_id, lora_id in list(self.waiting.items()):
+            before = self.ledger.taken()
+            gate = self.ledger.admit(request_id, lora_id, self.now)
+            if lora_id not in before and len(before) >= 2:
+                assert gate in (Gate.NO_SLOT, Gate.SUSPENDED)
+            if gate is Gate.READY:
+                assert self.ledger.identity(lora_id) is not None
+                self.ledger.scheduled(request_id, lora_id)
+                self.running[request_id] = self.waiting.pop(request_id)
+        self.sent.append(self.ledger.take_orders())
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 9))
+    def abort(self, which: int) -> None:
+        request_id = sorted(self.waiting)[which % len(self.waiting)]
+        self.ledger.finished(request_id, self.waiting.pop(request_id))
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 9))
+    def finish(self, which: int) -> None:
+        request_id = sorted(self.running)[which % len(self.running)]
+        self.ledger.finished(request_id, self.running.pop(request_id))
+
+    @precondition(lambda self: self.sent)
+    @rule(fails=st.booleans())
+    def work_and_report(self, fails: bool) -> None:
+        """Workers carry out the oldest step's orders; `fails`: nothing can be read."""
+        taken_now = set(self.running.values())
+        for order in self.sent.pop(0):
+            assert taken_now.isdisjoint((*order.evict, *order.displace))
+            self._obey(order, fails)
+        self._report()
+
+    def _obey(self, order: Order, fails: bool) -> None:
+        worker = self.worker
+        worker.seq = order.seq
+        if fails and order.lora_id not in worker.host:
+            return
+        for gone in order.evict:
+            worker.host.pop(gone, None)
+            worker.slots.discard(gone)
+        worker.slots.difference_update(order.displace)
+        if order.lora_id not in worker.host:
+            self.loads += 1
+            worker.host[order.lora_id] = self.loads
+        if order.activate:
+            worker.slots.add(order.lora_id)
+        assert len(worker.slots) <= 2, "an order overfilled the slots"
+        assert len(worker.host) <= 3, "an order overfilled the host cache"
+
+    @precondition(lambda self: not self.sent)
+    @rule(lora_id=st.integers(1, 5))
+    def removed_by_rpc(self, lora_id: int) -> None:
+        self.rpcs += 1
+        self.ledger.rpc_sent(lora_id, None)
+        self.worker.host.pop(lora_id, None)
+        self.worker.slots.discard(lora_id)
+        assert self.ledger.suspended
+
+    @rule()
+    def _report(self) -> None:
+        loaded = {
+            lora_id: Loaded(
+                lora_id,
+                f"n{lora_id}",
+                digest_of(f"n{lora_id}"),
+                (load,),
+                lora_id in self.worker.slots,
+            )
+            for lora_id, load in self.worker.host.items()
+        }
+        # The count is echoed from the step's metadata: only steps after the call show it.
+        self.ledger.on_report(self.worker.seq, self.rpcs, loaded)
+
+    @invariant()
+    def holds(self) -> None:
+        assert len(self.ledger.taken()) <= self.ledger.slots
+        in_slot, in_host = self.ledger.counts()
+        assert in_slot <= self.ledger.slots
+        assert in_host <= self.ledger.host_capacity
+        assert self.ledger.in_use() == set(self.running.values())
+
+    def teardown(self) -> None:
+        """Whoever waits gets its turn when the others end and loads work."""
+        for _ in range(60):
+            if not self.waiting:
+                break
+            self.ask_all()
+            while self.sent:
+                self.work_and_report(False)
+            for request_id in list(self.running):
+                self.ledger.finished(request_id, self.running.pop(request_id))
+        assert not self.waiting, f"starved: {self.waiting}"
+        assert not self.ledger.taken()
+
+
+TestLedgerLife = LedgerLife.TestCase
+TestLedgerLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def _one(lora_id: int, load: int = 1, *, in_slot: bool = True) -> Mapping[int, Loaded]:
+    state = Loaded(lora_id, f"n{lora_id}", digest_of(str(load)), (load,), in_slot)
+    return {lora_id: state}
+
+
+def test_distrust_asks_for_one_reread_at_a_time() -> None:
+    ledger = AdapterLedger(1, 1)
+    ledger.register(1, "n1")
+    assert ledger.admit("r", 1, 0.0) is Gate.LOADING
+    assert not ledger.distrust(1), "an order is under way, which may settle it"
+    (order,) = ledger.take_orders()
+    ledger.on_report(order.seq, 0, {})
+    assert ledger.distrust(1)
+    assert not ledger.distrust(1), "asked for already"
+    assert ledger.admit("r", 1, 0.0) is Gate.LOADING
+    (again,) = ledger.take_orders()
+    assert again.check is Check.ALWAYS
+    ledger.on_report(again.seq, 0, _one(1))
+    assert ledger.admit("r", 1, 0.0) is Gate.READY
+
+
+def test_two_ids_of_one_name_do_not_run_together() -> None:
+    rig = Rig(SYNC, max_loras=2)
+    rig.submit("a", prompt(20), max_tokens=6)
+    rig.submit("a", prompt(20), max_tokens=6, lora_id=77)
+    rig.submit("a", prompt(20), max_tokens=6)
+    rig.run(limit=60)
+    assert id_of("a") != 77
+    rig.drain()
