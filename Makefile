@@ -25,6 +25,10 @@ export DO_NOT_TRACK := 1
 # vLLM compiles a few sampling helpers at the first request even in eager mode, which
 # takes half a minute of C++ compiler time and changes nothing for a tiny model.
 export TORCHDYNAMO_DISABLE := 1
+# One compute thread per engine: with two, each waits for the other at every operator, and
+# on a busy or shared two-core machine a step of the tiny model takes ten times as long.
+export VLLM_CPU_OMP_THREADS_BIND := nobind
+export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test demo lint bench test-compat clean

@@ -154,15 +154,17 @@ class Manager:
         now: float,
         *,
         put_from: int | None,
+        limit: int,
     ) -> StorePlan:
         """Reserve slots for those of `keys` that the host tier lacks.
 
-        Stops at a chunk that a fetch is bringing in (planned again later), and drops the
-        rest when no room can be made.
+        Stops after `limit` chunks and at a chunk that a fetch is bringing in (both are
+        planned again later), and drops the rest when no room can be made.
 
         Args:
             keys: all full chunks of the request so far, from its first.
             put_from: chunks from this index on also go to the remote tier; None: never.
+            limit: most chunks to reserve.
         """
         path = self.tree.nodes(keys)
         self.tree.touch(path, now)
@@ -174,6 +176,8 @@ class Manager:
                 if key in self._fetching:
                     return StorePlan(self._open(JobKind.STORE, identity, items, request_id), index)
             else:
+                if len(items) == limit:
+                    return StorePlan(self._open(JobKind.STORE, identity, items, request_id), index)
                 if not self._make_room(1, parent, now):
                     job = self._open(JobKind.STORE, identity, items, request_id)
                     return StorePlan(job, len(keys), dropped=len(keys) - index)

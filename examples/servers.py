@@ -35,6 +35,10 @@ ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # Half a minute of C++ compilation at the first request, for nothing on a tiny model.
     "TORCHDYNAMO_DISABLE": "1",
+    # Several engines share the machine; threads of one that wait for each other at every
+    # operator would make a step of a tiny model ten times slower.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     # `POST /reset_prefix_cache` is one of vLLM's development endpoints.
     "VLLM_SERVER_DEV_MODE": "1",
 }

@@ -328,7 +328,9 @@ class AdapterLedger:
         if unshipped and entry.order is not None:
             entry.order.check = max(entry.order.check, check)
         else:
-            self._order(entry, activate=entry.in_slot, evict=())
+            # One under way that brings it into a slot still does: it is counted as there.
+            activate = entry.in_slot or (entry.order is not None and entry.order.activate)
+            self._order(entry, activate=activate, evict=())
 
     def _ensure_ordered(self, entry: _Entry) -> None:
         order = entry.order

@@ -475,7 +475,9 @@ def test_missing_room_takes_the_lru_and_never_a_protected_one(
 ) -> None:
     path = tiny.adapters["civil"]
     requests = {i: adapter(f"a{i}", i, path) for i in range(1, 6)}
-    settle(agent, *(order(i, requests[i]) for i in (1, 2)))
+    # One after the other: the order of commits is the order of use.
+    settle(agent, order(1, requests[1]))
+    settle(agent, order(2, requests[2]))
 
     agent.submit([order(3, requests[3])], frozenset({1}))
     background_done(agent)

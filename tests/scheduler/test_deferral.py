@@ -19,9 +19,9 @@ def warm(rig: Rig, *adapters: str | None) -> None:
         rig.run(rig.submit(adapter, prompt(2, 99)))
 
 
-def filled(adapter: str | None, length: int = LENGTH) -> FaultyTier:
+def filled(adapter: str | None, length: int = LENGTH, ranks: int = 1) -> FaultyTier:
     """A store that another instance has put a prompt's KV into."""
-    rig = Rig(SYNC)
+    rig = Rig(SYNC, ranks=ranks)
     rig.run(rig.submit(adapter, prompt(length)))
     rig.drain()
     assert rig.tier is not None
@@ -111,7 +111,7 @@ def test_deadline_is_absolute_and_never_restarted() -> None:
     store = filled("a")
     rig = Rig(
         SYNC,
-        settings={"elora.fetch_deadline_ms": 100 * STEP_S * 1000 / 10},
+        settings={"elora.fetch_deadline_ms": 10 * STEP_S * 1000},
         store=store,
         delays={"lookup": 6, "fetch": 10_000},
     )
@@ -120,15 +120,16 @@ def test_deadline_is_absolute_and_never_restarted() -> None:
     rig.run(request, limit=30)
     answer = rig.answers[request]
     assert answer.started is not None
-    assert answer.started - answer.arrived == 10, "0.1 s are ten steps"
+    assert answer.started - answer.arrived == 10
     assert answer.hit == 0
+    assert answer.deferrals == 10
     assert rig.total("remote_waits", "deadline") == 1
 
 
 def test_deadline_ends_the_wait_not_the_job() -> None:
     store = filled("a")
     rig = Rig(
-        SYNC, settings={"elora.fetch_deadline_ms": 50}, store=store, delays={"fetch": 20}
+        SYNC, settings={"elora.fetch_deadline_ms": 5 * STEP_S * 1000}, store=store, delays={"fetch": 20}
     )
     warm(rig, "a")
     used = rig.side.manager.slots.used
@@ -148,7 +149,7 @@ def test_deadline_does_not_run_before_vllm_asks() -> None:
     store = filled("a")
     rig = Rig(
         SYNC,
-        settings={"elora.fetch_deadline_ms": 50},
+        settings={"elora.fetch_deadline_ms": 5 * STEP_S * 1000},
         store=store,
         max_num_seqs=1,
         prefix_caching=False,
@@ -165,7 +166,7 @@ def test_deadline_does_not_run_before_vllm_asks() -> None:
 
 @pytest.mark.parametrize("delay", DELAYS)
 def test_one_fetch_per_chunk(delay: int) -> None:
-    store = filled("a")
+    store = filled("a", ranks=2)
     rig = Rig(SYNC, delay, ranks=2, store=store, delays={"fetch": (1, 4), "lookup": (0, 2)})
     warm(rig, "a")
     rig.step(4)
@@ -264,12 +265,10 @@ def test_hit_at_lookup_gone_at_fetch_is_a_shorter_hit(delay: int) -> None:
     warm(rig, "a")
     request = rig.submit("a", prompt(LENGTH))
     rig.step(2)
-    keys = list(rig.tier._entries)
-    third = [key for key in keys if "/" not in key][2]
-    rig.tier.drop(third)
+    rig.tier.drop(list(rig.tier._entries)[2])
     (answer,) = rig.run(request)
     assert answer.reason == "length"
-    assert answer.hit in (0, 8, 16, 24)
+    assert answer.hit == 16, "the chunks before the hole"
     rig.drain()
 
 

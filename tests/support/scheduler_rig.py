@@ -56,8 +56,8 @@ from tests.support.tiny import Shape, make_model
 
 BLOCK = 4
 CHUNK = 8
-STEP_S = 0.01
-"""Seconds that the rig's clock advances with every step."""
+STEP_S = 2.0**-6
+"""Seconds that the rig's clock advances with every step: no rounding in sums."""
 ADAPTERS = ("a", "b", "c", "d")
 
 

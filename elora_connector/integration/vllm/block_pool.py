@@ -33,6 +33,17 @@ class PoolView:
         self.pinned = 0
         self.pin_limit = int(pin_share * len(pool.blocks))
 
+    def has_prefix(self, request: Any, blocks: int) -> bool:
+        """Does vLLM's prefix cache very likely hold the request's first `blocks` blocks?
+
+        Only the last one is looked for: a parent stands behind its children in vLLM's
+        queue, so it is evicted after them.
+        """
+        hashes = request.block_hashes
+        if not 0 < blocks <= len(hashes) or request.skip_reading_prefix_cache:
+            return False
+        return self._pool.get_cached_block(hashes[blocks - 1], [0]) is not None
+
     def own(self, name: str, block_ids: Iterable[int]) -> None:
         """These blocks belong to a request of adapter `name` from now on."""
         index = self._names.setdefault(name, len(self._names) + 1)
@@ -68,8 +79,10 @@ class PoolView:
         queue.prepend_n(idle)
         return len(cached)
 
-    def can_pin(self, count: int) -> bool:
-        return self.pinned + count <= self.pin_limit
+    @property
+    def pin_room(self) -> int:
+        """Blocks that may be pinned now."""
+        return max(0, self.pin_limit - self.pinned)
 
     def pin(self, job_id: int, block_ids: Iterable[int]) -> None:
         """Keep blocks from being reused until the job's copy has ended."""

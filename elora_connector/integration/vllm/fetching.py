@@ -68,11 +68,17 @@ class RemoteWaits:
             tracker.deadline = now + self._deadline_s
         if now >= tracker.deadline:
             self._count("deadline")
+            self.forget(tracker)
             self._manager.release(tracker.id)
             return self._over(tracker)
         if tracker.host_before is None:
             tracker.host_before = host
         return self._advance(tracker, names, identity, keys, host, now)
+
+    def forget(self, tracker: RequestTracker) -> None:
+        """Nobody waits for this request's look-up any more; others stand in line behind it."""
+        if tracker.lookup is not None:
+            tracker.lookup.cancel()
 
     def take_started(self) -> list[tuple[Job, list[ChunkKey], bytes]]:
         """Fetch jobs to ship with this step, with their requests' keys and root key."""

@@ -136,6 +136,10 @@ class SchedulerSide:
         if self._remote is None or identity is None or not self._may_retrieve(tracker):
             return
         keys = self._keys(tracker, identity)
+        request, chunk = tracker.request, self.geometry.chunk_size
+        usable = min(len(keys) * chunk, request.num_tokens - 1) // self.geometry.block_size
+        if self.pool is not None and self.pool.has_prefix(request, usable):
+            return  # vLLM has it all; if it is gone by then, the first ask looks it up
         if keys:
             self._remote.start_early(tracker, self._names, identity, keys)
 
@@ -203,6 +207,10 @@ class SchedulerSide:
         if tracker is None:
             return
         self.manager.release(tracker.id)
+        if self._remote is not None:
+            self._remote.forget(tracker)
+        if tracker.admitted and self._may_store(tracker):
+            self._planner.ended(tracker)
         if self._adapters is not None:
             self._adapters.finished(tracker)
 

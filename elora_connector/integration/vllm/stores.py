@@ -66,22 +66,33 @@ class StorePlanner:
     def plan(
         self, tracker: RequestTracker, scheduled: int, root: bytes, now: float
     ) -> StoreOrder | None:
-        """Reserve slots, pin blocks, and spell out the order; None if nothing is to do."""
+        """Reserve slots, pin blocks, and spell out the order; None if nothing is to do.
+
+        Chunks that would pin too many blocks now are planned in a later step.
+        """
         identity = tracker.identity
         assert identity is not None
         chunks = self.full_chunks(tracker, scheduled)
         keys = tracker.keys_upto(root, self._geometry.chunk_size, chunks)
-        fresh = len(keys) - tracker.next_store
-        if self.pool is not None and not self.pool.can_pin(fresh * self._geometry.blocks_per_chunk):
-            self._recorder.add("stores_dropped", fresh, "pool_share")
-            tracker.next_store = len(keys)
+        room = len(keys)
+        if self.pool is not None:
+            room = self.pool.pin_room // self._geometry.blocks_per_chunk
+        if not room:
             return None
         put_from = tracker.remote_known if self._remote else None
-        plan = self._manager.begin_store(tracker.id, identity, keys, now, put_from=put_from)
+        plan = self._manager.begin_store(
+            tracker.id, identity, keys, now, put_from=put_from, limit=room
+        )
         tracker.next_store = plan.until
         if plan.dropped:
             self._recorder.add("stores_dropped", plan.dropped, "host_full")
         return None if plan.job is None else self._order(tracker, plan.job, keys, root)
+
+    def ended(self, tracker: RequestTracker) -> None:
+        """The request gives its blocks back: what no step had room for is not stored."""
+        left = self.full_chunks(tracker, 0) - tracker.next_store
+        if left > 0:
+            self._recorder.add("stores_dropped", left, "pool_share")
 
     def _order(
         self, tracker: RequestTracker, job: Job, keys: list[ChunkKey], root: bytes
