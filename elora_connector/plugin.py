@@ -22,13 +22,10 @@ def register() -> None:
     global _loaded  # noqa: PLW0603  (a fact of the process)
     if _loaded:
         return
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     from elora_connector.errors import UnsupportedError
     from elora_connector.integration.vllm import compat
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    compat.register_connector(CONNECTOR, CONNECTOR_MODULE)
     try:
         compat.install()
     except UnsupportedError as error:

@@ -303,7 +303,7 @@ def wait_for(
     servers: Iterable[VllmServer],
     models: Sequence[str],
     ready: Callable[[VllmServer], None] = lambda server: None,
-    deadline: float = 240.0,
+    deadline: float = 600.0,
 ) -> None:
     """Wait until all servers are up and each model has answered once.
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,8 @@ def test_case_16_redis_that_evicts_or_refuses(
             refused = live.worker_total("remote_errors", "oom")
             assert (evicted > 0, refused > 0) == (policy != "noeviction", policy == "noeviction")
             hits = []
-            for text in texts:
+            # The newest first: in the old order each write would evict what is asked next.
+            for text in reversed(texts):
                 answer = live.ask(text, civil)
                 assert answer.tokens == oracle(text, civil.lora_path)
                 hits.append(answer.cached)
@@ -353,8 +355,6 @@ def test_case_12_slow_redis_one_slot_and_aborts(
 def test_case_12_a_loading_adapter_does_not_block_a_resident_one(
     tiny: TinyModel, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     text = prompt(695, LENGTH)
     civil, legal = (lora(n, i, tiny.adapters[n]) for i, n in ((1, "civil"), (2, "legal")))
     with engine(tiny.model) as live:
@@ -415,8 +415,6 @@ def test_four_slots_slow_redis_and_a_short_deadline(
 def test_a_fetch_that_outlives_its_deadline_serves_the_next_request(
     tiny: TinyModel, oracle: Oracle, store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     text = prompt(710, LENGTH)
     settings = {"lmcache.remote_url": store.url, "elora.fetch_deadline_ms": 1500}
     with engine(tiny.model, settings) as live:

@@ -224,6 +224,13 @@ TABLE: tuple[Use, ...] = (
     ),
     Use(
         _SCHEDULER,
+        "Scheduler.reset_prefix_cache",
+        "give back pinned blocks first",
+        "wrapped",
+        ("self", "reset_running_requests", "reset_connector"),
+    ),
+    Use(
+        _SCHEDULER,
         "Scheduler.finish_requests",
         "fail single requests",
         "called",
@@ -304,6 +311,14 @@ def install() -> None:
     lora_hooks.install()
     engine_hooks.install()
     _installed = True
+
+
+def register_connector(name: str, module: str) -> None:
+    """Make a connector class known to vLLM by its own name; idempotent."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
 
 
 def is_installed() -> bool:

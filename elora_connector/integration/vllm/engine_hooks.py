@@ -47,6 +47,10 @@ class SchedulerSide(Protocol):
         """It ran; `ok` is False if it raised (which fails the RPC, not the engine)."""
         ...
 
+    def release_blocks(self) -> None:
+        """Give back every GPU block that a store under way has pinned."""
+        ...
+
     def take_failed_requests(self) -> Iterable[tuple[str, str]]:
         """Requests to fail now, with a message that starts with a prefix of `compat`."""
         ...
@@ -57,6 +61,7 @@ def install() -> None:
     for kind in RPC_KINDS:
         wrap(EngineCore, kind, functools.partial(_adapter_rpc, kind))
     wrap(Scheduler, "update_from_output", _update_from_output)
+    wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
     wrap(OutputProcessor, "process_outputs", _process_outputs)
 
 
@@ -89,6 +94,14 @@ def _update_from_output(original: Any, scheduler: Any, *args: Any, **kwargs: Any
         for request_id, message in side.take_failed_requests():
             _fail_request(scheduler, outputs, request_id, message)
     return outputs
+
+
+def _reset_prefix_cache(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """A reset fails, or raises, while anybody holds a block; our copies can do without."""
+    side = side_of(scheduler)
+    if side is not None:
+        side.release_blocks()
+    return original(scheduler, *args, **kwargs)
 
 
 def _fail_request(scheduler: Any, outputs: Any, request_id: str, message: str) -> None:

@@ -124,7 +124,12 @@ class RemoteWaits:
     ) -> bool:
         """Known how far the store goes: join or start the one fetch, or be done."""
         wanted = keys[: tracker.remote_known]
-        if host >= len(wanted) or tracker.fetch_from is not None:
+        if tracker.fetch_from is not None:
+            if host < tracker.fetch_until:
+                # Gone or refused since the look-up: to be written again, not taken as there.
+                tracker.remote_known = host
+            return self._over(tracker)
+        if host >= len(wanted):
             return self._over(tracker)
         if self._join(tracker, wanted, host):
             return True
@@ -136,6 +141,7 @@ class RemoteWaits:
         tracker.jobs = {job.id}
         tracker.wait = RemoteWait.FETCHING
         tracker.fetch_from = host
+        tracker.fetch_until = host + len(job.items)
         return True
 
     def _join(self, tracker: RequestTracker, keys: Sequence[ChunkKey], host: int) -> bool:

@@ -39,7 +39,7 @@ class RequestTracker:
         blocks: GPU block ids in token order, while admitted.
         next_store: chunks below it need no more store planning.
         promised: (locally cached tokens, tokens promised from the host tier).
-        fetch_from: first chunk of its own fetch, None before one was started.
+        fetch_from, fetch_until: chunks of its own fetch; None and 0 before one was started.
         remote_known: chunks below it were seen in the remote tier by a look-up.
         deadline: absolute end of waiting for the remote tier, set at the first ask.
         adapter_since: since when it waits for its adapter to load, None while it does not.
@@ -69,6 +69,7 @@ class RequestTracker:
     lookup_from: int = 0
     remote_known: int = 0
     fetch_from: int | None = None
+    fetch_until: int = 0
     jobs: set[int] = field(default_factory=set)
     deadline: float | None = None
     adapter_since: float | None = None

@@ -355,6 +355,7 @@ class SchedulerSide:
         tracker.tainted = False
         tracker.blocks = []
         tracker.wait, tracker.lookup, tracker.fetch_from = RemoteWait.NOT_ASKED, None, None
+        tracker.host_before = None
         tracker.jobs = set()
 
     def _count_lookup(self, tracker: RequestTracker) -> None:
