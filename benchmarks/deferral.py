@@ -83,13 +83,32 @@ def waits() -> list[Wait]:
     return found
 
 
-def cost(running: int, repeat: int, *, connector: bool) -> Cost:
-    """Decode steps of a full batch, most of which complete no chunk."""
+def costs_with(running: int, repeat: int) -> list[Cost]:
+    """Decode steps of a full batch without and with the connector, in turn."""
+    rigs = {connector: _full(running, repeat, connector) for connector in (False, True)}
+    spent: dict[bool, list[float]] = {connector: [] for connector in rigs}
+    for connector, rig in rigs.items():
+        _time(rig.scheduler, spent[connector])
+    for _ in range(repeat):
+        for connector, rig in rigs.items():
+            spent[connector].append(0.0)
+            rig.step()
+            assert len(rig.scheduler.running) == running
+    return [_summary(running, connector, seconds) for connector, seconds in spent.items()]
+
+
+def _summary(running: int, connector: bool, seconds: list[float]) -> Cost:
+    us = [1e6 * one for one in seconds]
+    return Cost(running, connector, len(us), statistics.median(us), min(us), max(us))
+
+
+def _full(running: int, repeat: int, connector: bool) -> Rig:
+    """A rig with a batch of requests that decode for `repeat` steps and more."""
     rig = Rig(
         SYNC,
         connector=connector,
         num_blocks=64 * running + 64,
-        host_slots=16 * running + 16,
+        host_slots=32 * running + 16,
         max_num_seqs=running,
         max_tokens_per_step=max(64, 16 * running),
         settings={"elora.check_invariants": False},
@@ -99,14 +118,7 @@ def cost(running: int, repeat: int, *, connector: bool) -> Cost:
     while len(rig.scheduler.running) < running:
         rig.step()
     rig.step(4)
-    spent: list[float] = []
-    _time(rig.scheduler, spent)
-    for _ in range(repeat):
-        spent.append(0.0)
-        rig.step()
-    assert len(rig.scheduler.running) == running
-    us = [1e6 * seconds for seconds in spent]
-    return Cost(running, connector, repeat, statistics.median(us), min(us), max(us))
+    return rig
 
 
 def _time(scheduler: Any, spent: list[float]) -> None:
@@ -146,11 +158,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256])
     args = parser.parse_args()
     found = waits()
-    costs = [
-        cost(running, args.repeat, connector=connector)
-        for running in args.running
-        for connector in (False, True)
-    ]
+    costs = [one for running in args.running for one in costs_with(running, args.repeat)]
     if args.json:
         json.dump(
             {"waits": [asdict(w) for w in found], "costs": [asdict(c) for c in costs]},

@@ -123,7 +123,7 @@ def test_a_failed_add_lora_in_place_leaves_the_old_weights_and_kv(
     request = lora("broken", 14, folder.path)
     check(live, oracle, text, request, tiny.adapters["civil"], 0)
     folder.damage()
-    with pytest.raises(Exception, match="(?i)safetensor|header|broken"):
+    with pytest.raises(Exception, match=r"(?i)safetensor|header|broken"):
         live.llm.llm_engine.add_lora(lora("broken", 14, folder.path, load_inplace=True))
     check(live, oracle, text, request, tiny.adapters["civil"], HIT)
 

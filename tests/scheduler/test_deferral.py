@@ -129,7 +129,10 @@ def test_deadline_is_absolute_and_never_restarted() -> None:
 def test_deadline_ends_the_wait_not_the_job() -> None:
     store = filled("a")
     rig = Rig(
-        SYNC, settings={"elora.fetch_deadline_ms": 5 * STEP_S * 1000}, store=store, delays={"fetch": 20}
+        SYNC,
+        settings={"elora.fetch_deadline_ms": 5 * STEP_S * 1000},
+        store=store,
+        delays={"fetch": 20},
     )
     warm(rig, "a")
     used = rig.side.manager.slots.used

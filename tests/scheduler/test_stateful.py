@@ -63,6 +63,7 @@ class Life(RuleBasedStateMachine):
     )
     def start(
         self,
+        *,
         delay: int,
         ranks: int,
         number: int,

@@ -8,6 +8,7 @@ import pytest
 
 from elora_connector.core.types import Tier
 from elora_connector.integration.vllm.metadata import RankReport, WorkerReport
+from elora_connector.tiers.host import SlotRef
 from tests.support.scheduler_rig import (
     ASYNC,
     BLOCK,
@@ -160,7 +161,7 @@ def test_parents_that_arrive_after_their_children(delay: int) -> None:
     rig.delays.steps["store"] = 0
     rig.run(request)
     early = rig.side.manager
-    assert early.host_prefix(list(n.key for n in early.tree.chunks)) == 0, "no child alone"
+    assert early.host_prefix([n.key for n in early.tree.chunks]) == 0, "no child alone"
     rig.settle()
     assert stored(rig) == 3
     assert all(node.ready(Tier.HOST) for node in early.tree.chunks)
@@ -172,11 +173,9 @@ def test_stale_reports_are_counted_and_ignored() -> None:
     rig.run(rig.submit("a", prompt(17)))
     rig.settle()
     manager = rig.side.manager
-    refs = [node for node in manager.tree.chunks]
+    node = next(manager.tree.chunks)
     before = manager.stale_reports
-    from elora_connector.tiers.host import SlotRef
-
-    old = SlotRef(refs[0].slot, refs[0].generation)
+    old = SlotRef(node.slot, node.generation)
     report = WorkerReport(
         {0: RankReport(stores=[(1, 0)], fetches=[(777, 3)], loads=[(778, 1)], puts=[(old, False)])}
     )

@@ -22,7 +22,7 @@ from elora_connector.transfer.base import ChunkCopy, Ticket
 TOKEN_BYTES = 8
 
 
-class Violation(AssertionError):
+class WrongBytesError(AssertionError):
     """A byte or a place was not what a request may rely on."""
 
 
@@ -60,7 +60,7 @@ class Delays:
         unknown = set(steps) - set(self.KINDS)
         assert not unknown, f"unknown delays {unknown}"
         self._random = random.Random(seed)
-        self.steps: dict[str, int | tuple[int, int]] = {kind: 0 for kind in self.KINDS} | steps
+        self.steps: dict[str, int | tuple[int, int]] = dict.fromkeys(self.KINDS, 0) | steps
 
     def draw(self, kind: str) -> int:
         steps = self.steps[kind]
@@ -137,13 +137,15 @@ class Memory:
     def own(self, ref: SlotRef) -> None:
         """A job that will fill the slot has arrived: nobody of an earlier use may be left."""
         if self.generation.get(ref.slot, 0) >= ref.generation:
-            raise Violation(f"slot {ref.slot} goes back from {self.generation} to {ref}")
+            raise WrongBytesError(f"slot {ref.slot} goes back from {self.generation} to {ref}")
         self._idle(ref.slot)
         self.generation[ref.slot] = ref.generation
 
     def owned(self, ref: SlotRef) -> None:
         if self.generation.get(ref.slot) != ref.generation:
-            raise Violation(f"{ref} is used while generation {self.generation.get(ref.slot)} owns")
+            raise WrongBytesError(
+                f"{ref} is used while generation {self.generation.get(ref.slot)} owns"
+            )
 
     def begin_write(self, slot: int) -> None:
         self._idle(slot)
@@ -154,7 +156,7 @@ class Memory:
 
     def begin_read(self, slot: int) -> None:
         if self.writers[slot]:
-            raise Violation(f"host slot {slot} is read while it is being written")
+            raise WrongBytesError(f"host slot {slot} is read while it is being written")
         self.readers[slot] += 1
 
     def end_read(self, slot: int) -> None:
@@ -162,7 +164,7 @@ class Memory:
 
     def _idle(self, slot: int) -> None:
         if self.readers[slot] or self.writers[slot]:
-            raise Violation(
+            raise WrongBytesError(
                 f"host slot {slot} is written while {self.readers[slot]} readers and "
                 f"{self.writers[slot]} writers are at it"
             )
@@ -242,7 +244,9 @@ class RigEngine:
 
         def move() -> None:
             if self._blocks(copies) != seen:
-                raise Violation(f"blocks were written while a store was reading them: {copies}")
+                raise WrongBytesError(
+                    f"blocks were written while a store was reading them: {copies}"
+                )
             for copy in copies:
                 self._to_host(copy)
                 self._memory.end_write(copy.slot)
@@ -256,7 +260,7 @@ class RigEngine:
         self, kind: str, copies: Sequence[ChunkCopy], move: Callable[[], Exception | None]
     ) -> Ticket:
         if not copies:
-            raise Violation("an empty batch was ordered")
+            raise WrongBytesError("an empty batch was ordered")
         size = self._memory.sizes.block_bytes
         ticket = _LaterTicket(sum(len(copy.blocks) for copy in copies) * size, move)
         self._events.after(self._delays.draw(kind), ticket.wait)
@@ -277,7 +281,7 @@ class RigEngine:
         size, part = self._memory.sizes.block_bytes, self._memory.part(copy)
         for index, block in enumerate(copy.blocks):
             if not block or not self._in_use(block):
-                raise Violation(f"a load wrote GPU block {block}, which belongs to nobody")
+                raise WrongBytesError(f"a load wrote GPU block {block}, which belongs to nobody")
             self._memory.block(block)[:] = part[index * size : (index + 1) * size]
 
     def _to_host(self, copy: ChunkCopy) -> None:

@@ -20,7 +20,7 @@ from tests.support.rig_bytes import (
     TOKEN_BYTES,
     Events,
     Memory,
-    Violation,
+    WrongBytesError,
     next_token,
     prefix_kv,
     token_kv,
@@ -157,7 +157,7 @@ class RigRank:
         loras = {r.lora_int_id: r for rid in batch if (r := self.requests[rid].lora) is not None}
         for lora_id in loras:
             if self.side is not None and self.gated(lora_id) and not self.adapters.in_slot(lora_id):
-                raise Violation(f"rank {self.index}: adapter {lora_id} runs without a slot")
+                raise WrongBytesError(f"rank {self.index}: adapter {lora_id} runs without a slot")
         self.adapters.apply(set(loras.values()))
 
     # ---- the batch ---------------------------------------------------------------------
@@ -211,10 +211,10 @@ class RigRank:
         assert run.kv is not None
         del run.kv[computed:]
         if len(run.kv) < computed:
-            raise Violation(f"{request_id} never computed tokens {len(run.kv)}..{computed}")
+            raise WrongBytesError(f"{request_id} never computed tokens {len(run.kv)}..{computed}")
         wrong = self._first_difference(run, run.kv)
         if wrong is not None:
-            raise Violation(
+            raise WrongBytesError(
                 f"rank {self.index}: {request_id} ({run.lora and run.lora.lora_name}, now "
                 f"{self.weights_of(run.lora)}) sees wrong KV in block {run.blocks[wrong]}, number "
                 f"{wrong} of its table, with {computed} tokens computed"
@@ -246,7 +246,7 @@ class RigRank:
         now = self.weights_of(run.lora)
         run.weights.add(now)
         if len(run.tokens) < computed + count:
-            raise Violation(f"{request_id}: {computed} + {count} tokens of {len(run.tokens)}")
+            raise WrongBytesError(f"{request_id}: {computed} + {count} tokens of {len(run.tokens)}")
         size = self.memory.sizes.block_size
         before = run.kv[-1] if run.kv else b""
         for position in range(computed, computed + count):
@@ -254,7 +254,7 @@ class RigRank:
             run.kv.append(before)
             block = run.blocks[position // size]
             if not block:
-                raise Violation(f"{request_id} writes vLLM's null block")
+                raise WrongBytesError(f"{request_id} writes vLLM's null block")
             at = position % size * TOKEN_BYTES
             self.memory.block(block)[at : at + TOKEN_BYTES] = before
 

@@ -200,9 +200,7 @@ class Rig:
     # ---- making it -------------------------------------------------------------------
 
     def _make_scheduler(self, num_blocks: int) -> Any:
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
         cache_config = KVCacheConfig(num_blocks, [], groups)
         with patch.object(build, "remote_tier", lambda config, recorder: self.tier):
@@ -539,9 +537,7 @@ def _grammar() -> Any:
     return StructuredOutputManager(_config(2, 3, 4, 32))
 
 
-def _adapt(
-    config: Any, variant: Variant, ranks: int, num_blocks: int, prefix_caching: bool
-) -> Any:
+def _adapt(config: Any, variant: Variant, ranks: int, num_blocks: int, prefix_caching: bool) -> Any:
     config = copy.deepcopy(config)
     config.cache_config.block_size = BLOCK
     config.cache_config.num_gpu_blocks = num_blocks

@@ -194,7 +194,9 @@ class AdapterGate:
             if not self.ledger.distrust(lora_id):
                 continue
             if lora_id in self._disputed:
-                outcome.failures[lora_id] = f"adapter '{name}' differs between the workers' machines"
+                outcome.failures[lora_id] = (
+                    f"adapter '{name}' differs between the workers' machines"
+                )
             self._disputed ^= {lora_id}
 
 
