@@ -120,7 +120,7 @@ class Process:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, patience: float = 15.0) -> None:
-        """Ask the process to end (so that it can flush), then end its whole group."""
+        """Ask the process to end, then end its whole group."""
         if self.child.poll() is None:
             self.child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -232,8 +232,6 @@ class VllmServer:
             *("--dtype", "float32", "--block-size", "32", "--enforce-eager"),
             *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
-            # Without it vLLM kills its engine at once, and what waits for Redis is lost.
-            *("--shutdown-timeout", "10"),
         ]
 
     def warm_up(self, models: Iterable[str]) -> None:
@@ -294,7 +292,11 @@ class VllmServer:
         return int(sum(map(float, values)))
 
     def stop(self) -> None:
-        """End the server; the connector flushes its writes to Redis first."""
+        """End the server at once: what still waits for Redis is lost.
+
+        A server that should flush first needs `--shutdown-timeout`, see serve.sh; the
+        examples call `RedisServer.wait_quiet` instead, which takes less time.
+        """
         self._http.close()
         self.process.stop()
 

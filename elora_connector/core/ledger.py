@@ -424,12 +424,13 @@ class AdapterLedger:
         leaving = {i for order in self._open.values() for i in order.evict}
         displaced = {i for order in self._open.values() for i in order.displace}
         for entry in self._entries.values():
-            if entry.order is not None:
-                continue
             state_of = loaded.get(entry.lora_id)
-            if state_of is None or entry.lora_id in leaving:
+            if state_of is None or (entry.order is None and entry.lora_id in leaving):
+                # Also under an open order: an out-of-step call may have thrown it out.
                 entry.in_host = entry.in_slot = False
                 entry.digest = None
+            elif entry.order is not None:
+                entry.in_slot &= state_of.in_slot
             else:
                 self._place(entry, state_of)
                 entry.in_slot &= entry.lora_id not in displaced

@@ -247,7 +247,10 @@ def test_case_04_load_order_and_ids_do_not_matter(
 ) -> None:
     text = prompt(120, LENGTH)
     settings = {"lmcache.remote_url": store.url}
-    for order, cached, tier in ((("civil", "legal"), 0, "host"), (("legal", "civil"), HIT, "remote")):
+    for order, cached, tier in (
+        (("civil", "legal"), 0, "host"),
+        (("legal", "civil"), HIT, "remote"),
+    ):
         with engine(tiny.model, settings) as live:
             seen = live.mark()
             for number, name in enumerate(order, start=1):

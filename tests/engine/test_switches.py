@@ -76,7 +76,9 @@ class TestOneEngine:
             assert (again.tokens, again.cached) == (oracle(text), cached)
 
     @pytest.mark.parametrize(
-        "switches", [{"elora__store": False}, {"lmcache__skip_save": True}], ids=lambda s: next(iter(s))
+        "switches",
+        [{"elora__store": False}, {"lmcache__skip_save": True}],
+        ids=lambda s: next(iter(s)),
     )
     def test_a_request_may_refuse_to_be_stored(
         self, live: Engine, oracle: Oracle, switches: dict[str, bool]

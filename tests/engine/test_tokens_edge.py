@@ -175,7 +175,9 @@ def test_case_23_a_thousand_cancels_during_lookup(
     with SlowProxy(store.port) as proxy:
         settings = {
             "lmcache.remote_url": proxy.url,
-            "lmcache.max_local_cpu_size": 16 * FOUR_SLOTS_GB,
+            "lmcache.blocking_timeout_secs": 60,
+            "elora.remote.operation_timeout_ms": 30_000,
+            "elora.fetch_deadline_ms": 20_000,
         }
         with engine(tiny.model, settings) as live:
             assert live.ask(text, civil).tokens == want
@@ -240,4 +242,3 @@ def test_case_23_a_store_without_room_is_dropped_and_counted(
         assert live.ask(other).tokens == oracle(other)
         assert seen("chunks_stored") == 3
         assert live.ask(other).cached == 192
-

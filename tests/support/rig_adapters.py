@@ -107,14 +107,15 @@ class RigPool:
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self._events.after(self._delays.draw("adapter"), lambda: _fulfil(future, call))
+        self._events.after(self._delays.draw("adapter"), lambda: fulfil(future, call))
         return future
 
     def close(self) -> None:
         pass
 
 
-def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+def fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Run `call` now, unless nobody wants its result any more."""
     if not future.set_running_or_notify_cancel():
         return
     try:

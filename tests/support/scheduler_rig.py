@@ -6,33 +6,22 @@ and a seed decides all of it.  See `rig_worker` for what is checked in every for
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from elora_connector import plugin
 from elora_connector.core.invariants import check_tree
@@ -40,7 +29,7 @@ from elora_connector.core.types import Rank, Tier
 from elora_connector.integration.vllm import build, worker_side
 from elora_connector.metrics import Recorder
 from tests.support.faulty_tier import FaultyTier
-from tests.support.rig_adapters import Disk, RigAdapters
+from tests.support.rig_adapters import Disk, RigAdapters, fulfil
 from tests.support.rig_bytes import (
     Delays,
     Events,
@@ -48,36 +37,28 @@ from tests.support.rig_bytes import (
     RigEngine,
     RigIO,
     Sizes,
-    next_token,
-    prefix_kv,
+)
+from tests.support.rig_setup import (
+    ADAPTERS,
+    ASYNC,
+    BLOCK,
+    CHUNK,
+    STEP_S,
+    SYNC,
+    VARIANTS,
+    Variant,
+    adapted,
+    cache_config_of,
+    engine_config,
+    grammar,
+    id_of,
+    lora_request,
+    oracle,
+    path_of,
+    prompt,
+    transfer_config,
 )
 from tests.support.rig_worker import RigRank, RigWorkerSide
-from tests.support.tiny import Shape, make_model
-
-BLOCK = 4
-CHUNK = 8
-STEP_S = 2.0**-6
-"""Seconds that the rig's clock advances with every step: no rounding in sums."""
-ADAPTERS = ("a", "b", "c", "d")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Which scheduler, and how it tells the workers of resumed requests."""
-
-    name: str
-    scheduler: type[Scheduler]
-    resumed_as_new: bool
-
-
-VARIANTS = (
-    Variant("sync", Scheduler, False),
-    Variant("sync-v2", Scheduler, True),
-    Variant("async", AsyncScheduler, False),
-    Variant("async-v2", AsyncScheduler, True),
-)
-SYNC = VARIANTS[0]
-ASYNC = VARIANTS[2]
 
 
 @dataclass
@@ -115,9 +96,9 @@ class _LookupPool:
         future: Future[Any] = Future()
         steps = self._delays.draw("lookup")
         if steps == 0:
-            future.set_result(call(*args))
+            fulfil(future, lambda: call(*args))
         else:
-            self._events.after(steps - 1, lambda: future.set_result(call(*args)))
+            self._events.after(steps - 1, lambda: fulfil(future, lambda: call(*args)))
         return future
 
     def shutdown(self, **_: Any) -> None:
@@ -175,8 +156,8 @@ class Rig:
         self._events = Events()
         self._flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._counter = 0
-        config = _config(max_loras, max_cpu_loras, max_num_seqs, max_tokens_per_step)
-        self._config = _adapt(config, variant, ranks, num_blocks, prefix_caching)
+        config = engine_config(max_loras, max_cpu_loras, max_num_seqs, max_tokens_per_step)
+        self._config = adapted(config, variant, ranks, num_blocks, prefix_caching)
         sizes = Sizes(num_blocks, BLOCK, CHUNK // BLOCK, host_slots)
         if connector:
             extra = {
@@ -186,7 +167,7 @@ class Rig:
                 "elora.model_id": "rig",
                 "elora.sync_load_ms": 1000,
             }
-            self._config.kv_transfer_config = _transfer(extra | dict(settings or {}))
+            self._config.kv_transfer_config = transfer_config(extra | dict(settings or {}))
         self.scheduler = self._make_scheduler(num_blocks)
         self.side = self.scheduler.connector.elora_scheduler_side if connector else None
         if self.side is not None:
@@ -200,14 +181,12 @@ class Rig:
     # ---- making it -------------------------------------------------------------------
 
     def _make_scheduler(self, num_blocks: int) -> Any:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        cache_config = KVCacheConfig(num_blocks, [], groups)
+        cache_config = cache_config_of(num_blocks)
         with patch.object(build, "remote_tier", lambda config, recorder: self.tier):
             scheduler = self.variant.scheduler(
                 self._config,
                 cache_config,
-                _grammar(),
+                grammar(),
                 block_size=BLOCK,
             )
         scheduler.use_v2_model_runner = self.variant.resumed_as_new
@@ -461,8 +440,8 @@ class Rig:
         ledger = self.ledger
         assert len(ledger.taken()) <= ledger.slots
         in_slot, in_host = ledger.counts()
-        assert in_slot <= ledger.slots
-        assert in_host <= ledger.host_capacity
+        assert in_slot <= ledger.slots, f"{in_slot} adapters in {ledger.slots} slots"
+        assert in_host <= ledger.host_capacity, f"{in_host} adapters of {ledger.host_capacity}"
 
     def total(self, name: str, *labels: str) -> float:
         """A counter of the scheduler side."""
@@ -477,84 +456,19 @@ class Rig:
                 assert answer.tokens == expected, f"{request_id} answers {answer.tokens}"
 
 
-def oracle(prompt: Sequence[int], weights: str, count: int) -> list[int]:
-    """The first `count` tokens after a prompt."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(prefix_kv(tokens, weights, 0)[-1]))
-    return tokens[len(prompt) :]
-
-
-def id_of(adapter: str) -> int:
-    return ADAPTERS.index(adapter) + 1
-
-
-def path_of(adapter: str) -> str:
-    return f"/adapters/{adapter}"
-
-
-def lora_request(
-    adapter: str, load_inplace: bool = False, lora_id: int | None = None
-) -> LoRARequest:
-    return LoRARequest(
-        adapter, lora_id or id_of(adapter), path_of(adapter), load_inplace=load_inplace
-    )
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Deterministic tokens."""
-    return [100 + (seed * 7919 + i * i * 31 + i) % 300 for i in range(length)]
-
-
-@cache
-def _model() -> Path:
-    shape = Shape(
-        layers=1, hidden=32, heads=1, kv_heads=1, head_dim=32, intermediate=32, max_positions=256
-    )
-    return make_model(mkdtemp(prefix="elora-rig-"), shape=shape)
-
-
-@lru_cache(maxsize=32)
-def _config(max_loras: int, max_cpu_loras: int, seqs: int, tokens: int) -> Any:
-    return EngineArgs(
-        model=str(_model()),
-        enable_lora=True,
-        max_loras=max_loras,
-        max_cpu_loras=max_cpu_loras,
-        max_lora_rank=8,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=seqs,
-        kv_cache_memory_bytes=1 << 20,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-
-
-@cache
-def _grammar() -> Any:
-    return StructuredOutputManager(_config(2, 3, 4, 32))
-
-
-def _adapt(config: Any, variant: Variant, ranks: int, num_blocks: int, prefix_caching: bool) -> Any:
-    config = copy.deepcopy(config)
-    config.cache_config.block_size = BLOCK
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.enable_prefix_caching = prefix_caching
-    config.parallel_config.tensor_parallel_size = ranks
-    config.scheduler_config.async_scheduling = variant.scheduler is AsyncScheduler
-    return config
-
-
-def _transfer(extra: Mapping[str, Any]) -> Any:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(
-        kv_connector=plugin.CONNECTOR,
-        kv_role="kv_both",
-        kv_connector_extra_config=dict(extra),
-    )
-
-
-__all__ = ["ADAPTERS", "ASYNC", "SYNC", "VARIANTS", "Answer", "Rig", "Variant"]
+__all__ = [
+    "ADAPTERS",
+    "ASYNC",
+    "BLOCK",
+    "CHUNK",
+    "STEP_S",
+    "SYNC",
+    "VARIANTS",
+    "Answer",
+    "Rig",
+    "Variant",
+    "id_of",
+    "oracle",
+    "path_of",
+    "prompt",
+]
