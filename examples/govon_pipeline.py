@@ -69,7 +69,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A column of the table: per call, the answers for all offices."""
+    """A row of the table: per call, the answers for all offices."""
 
     title: str
     answers: Sequence[Sequence[Answer]]
@@ -102,7 +102,8 @@ class Pipeline:
         """One question to every office."""
         answers: list[list[Answer]] = [[] for _ in CALLS]
         for office in range(self._offices):
-            context = self._encode(f" Question: {question} ")
+            # Questions differ from their first token, so nothing but the fixed prompt is shared.
+            context = self._encode(question)
             for index, call in enumerate(CALLS):
                 prompt = self.fixed_prompt(call, office) + context
                 answer = server.complete(call.model, prompt, ANSWER_TOKENS)
@@ -116,7 +117,7 @@ class Pipeline:
 
 
 class Measurement:
-    """Servers and stages, in the order of the table's columns."""
+    """Servers and stages, in the order of the table's rows."""
 
     def __init__(
         self, console: Console, directory: Path, stack: ExitStack, chunk_size: int, offices: int
@@ -129,7 +130,7 @@ class Measurement:
         self._pipeline = Pipeline(self._tiny, offices)
 
     def run(self) -> list[Stage]:
-        """Measure all columns."""
+        """Measure all stages."""
         redis = RedisServer(self._directory)
         self._stack.callback(redis.kill)
         redis.wait_ready()
@@ -139,16 +140,16 @@ class Measurement:
         stages = [
             self._ask(plain, "no connector, cold", 0),
             self._ask(plain, "no connector, warm", 1),
-            self._ask(first, "cold", 0),
-            self._ask(first, "warm", 1),
+            self._ask(first, "Elora, cold", 0),
+            self._ask(first, "Elora, warm", 1),
         ]
         self._console.print(f"{redis.wait_quiet()} chunks are in Redis; stopping both")
         plain.stop()
         first.stop()
         again, second = self._servers(("Elora restarted", config), ("second instance", config))
         stages += [
-            self._ask(again, "after a restart", 2),
-            self._ask(second, "second instance", 3),
+            self._ask(again, "Elora, after a restart", 2),
+            self._ask(second, "Elora, second instance", 3),
         ]
         again.stop()
         second.stop()
@@ -172,19 +173,18 @@ class Measurement:
 
 
 def make_table(stages: Sequence[Stage], chunk_size: int) -> Table:
-    """Rows are calls, columns are stages."""
+    """Rows are stages, columns are calls."""
     table = Table(title="Time to the first token (prompt tokens reused), medians")
-    table.add_column("call")
-    table.add_column("whole chunks", justify="right")
-    for stage in stages:
-        table.add_column(stage.title, justify="right")
-    for index, call in enumerate(CALLS):
+    table.add_column("stage")
+    for call in CALLS:
         whole = call.fixed_tokens // chunk_size * chunk_size
-        cells = [f"{stage.ttft_ms(index):.0f} ms ({stage.reused(index)})" for stage in stages]
-        table.add_row(call.name, f"{whole} of {call.fixed_tokens}", *cells)
-    totals = [sum(map(stage.ttft_ms, range(len(CALLS)))) for stage in stages]
-    table.add_section()
-    table.add_row("pipeline", "", *(f"{total:.0f} ms" for total in totals))
+        title = f"{call.name}\n{whole} of {call.fixed_tokens} in chunks"
+        table.add_column(title, justify="right")
+    table.add_column("pipeline", justify="right")
+    calls = range(len(CALLS))
+    for stage in stages:
+        cells = [f"{stage.ttft_ms(call):.0f} ms ({stage.reused(call)})" for call in calls]
+        table.add_row(stage.title, *cells, f"{sum(map(stage.ttft_ms, calls)):.0f} ms")
     return table
 
 
@@ -209,7 +209,8 @@ def main() -> int:
     console.print(make_table(stages, arguments.chunk_size))
     console.print(
         f"Fixed prompts are reused in whole chunks of {arguments.chunk_size} tokens:"
-        " floor(n / chunk_size) * chunk_size of n."
+        " floor(n / chunk_size) * chunk_size of n.  'warm' is mostly vLLM's own prefix cache;"
+        " after a restart without the connector everything is cold."
     )
     return 0
 

@@ -6,9 +6,10 @@ import io
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from examples.demo import Row, Stage, report
-from examples.govon_pipeline import CALLS, Pipeline
+from examples.govon_pipeline import CALLS, QUESTIONS, Pipeline
 from examples.servers import Answer
 from examples.tiny_model import make_tiny_model
 
@@ -85,3 +86,9 @@ def test_fixed_prompts_have_their_length_and_no_common_prefix(tmp_path) -> None:
         prompts = [pipeline.fixed_prompt(call, office) for office in range(5)]
         assert {len(prompt) for prompt in prompts} == {call.fixed_tokens}
         assert len({prompt[0] for prompt in prompts}) == 5
+
+
+def test_questions_share_no_first_token(tmp_path) -> None:
+    tokenizer = Tokenizer.from_file(str(make_tiny_model(tmp_path).model / "tokenizer.json"))
+    firsts = [tokenizer.encode(question).ids[0] for question in QUESTIONS]
+    assert len(set(firsts)) == len(QUESTIONS)

@@ -398,6 +398,35 @@ def test_distrust_asks_for_one_reread_at_a_time() -> None:
     assert ledger.admit("r", 1, 0.0) is Gate.READY
 
 
+def test_a_check_does_not_take_back_an_activation_under_way() -> None:
+    ledger = AdapterLedger(2, 3)
+    ledger.register(1, "n1")
+    ledger.admit("r", 1, 0.0)
+    (first,) = ledger.take_orders()
+    assert first.activate
+    ledger.finished("r", 1)
+    ledger.register(1, "n1", Check.IF_CHANGED)
+    (check,) = ledger.take_orders()
+    assert check.activate, "the slot it is getting would be given away twice"
+
+
+def test_what_a_call_threw_out_is_gone_also_under_an_open_order() -> None:
+    ledger = AdapterLedger(2, 2)
+    both = {**_one(1), **_one(2)}
+    for lora_id in (1, 2):
+        ledger.register(lora_id, f"n{lora_id}")
+        ledger.admit(f"r{lora_id}", lora_id, 0.0)
+    orders = ledger.take_orders()
+    ledger.on_report(orders[-1].seq, 0, both)
+    for lora_id in (1, 2):
+        ledger.finished(f"r{lora_id}", lora_id)
+        ledger.register(lora_id, f"n{lora_id}", Check.IF_CHANGED)
+    ledger.take_orders()
+    ledger.rpc_sent(3, "n3")
+    ledger.on_report(orders[-1].seq, ledger.rpcs, {**_one(1), **_one(3)})
+    assert ledger.counts() == (2, 2)
+
+
 def test_two_ids_of_one_name_do_not_run_together() -> None:
     rig = Rig(SYNC, max_loras=2)
     rig.submit("a", prompt(20), max_tokens=6)
