@@ -175,11 +175,10 @@ class Measurement:
 def make_table(stages: Sequence[Stage], chunk_size: int) -> Table:
     """Rows are stages, columns are calls."""
     table = Table(title="Time to the first token (prompt tokens reused), medians")
-    table.add_column("stage")
+    table.add_column("stage\n(in whole chunks)", no_wrap=True)
     for call in CALLS:
         whole = call.fixed_tokens // chunk_size * chunk_size
-        title = f"{call.name}\n{whole} of {call.fixed_tokens} in chunks"
-        table.add_column(title, justify="right")
+        table.add_column(f"{call.name}\n{whole}/{call.fixed_tokens}", justify="right")
     table.add_column("pipeline", justify="right")
     calls = range(len(CALLS))
     for stage in stages:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import threading
 
 import torch
 
@@ -13,11 +15,15 @@ logger = logging.getLogger(__name__)
 PAGE = 4096
 """Alignment of the buffer's base, in bytes: whole pages can be registered with CUDA."""
 
+_MADV_POPULATE_WRITE = 23
+_POPULATE_STEP = 16 << 20
+
 
 class HostBuffer:
     """uint8 memory `[slots, chunk_bytes]`, shared by the copy engine and socket I/O.
 
-    Pageable memory is touched on first use only; pinning touches all of it at start.
+    Pinning touches all memory at start; pageable memory is touched on first use, or
+    ahead of it by `populate`.
     Who may use which slot is decided elsewhere: this class does no bookkeeping.
 
     Args:
@@ -62,6 +68,22 @@ class HostBuffer:
         start = self._checked(i) * self.chunk_bytes
         return self._bytes[start : start + self.chunk_bytes]
 
+    def populate(self) -> threading.Thread:
+        """Have the kernel provide the pages ahead of use, first slots first.
+
+        Runs in the background and never changes a byte, so slots may be used meanwhile.
+        A page's first touch is several times slower than a copy into it, and would
+        otherwise be paid inside requests.  Where the kernel cannot do it, nothing happens.
+
+        Returns:
+            The thread, for those who want to wait.
+        """
+        thread = threading.Thread(
+            target=_populate, args=(self._memory,), name="elora-populate", daemon=True
+        )
+        thread.start()
+        return thread
+
     def close(self) -> None:
         """Release the page lock; idempotent.  Close the copy engine first."""
         if self._registered:
@@ -90,6 +112,15 @@ class HostBuffer:
                 "max_local_cpu_size or raise the locked-memory limit (ulimit -l)"
             ) from failure
         self._memory = _aligned(pinned, nbytes)
+
+
+def _populate(memory: torch.Tensor) -> None:
+    libc = ctypes.CDLL(None)
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel() // PAGE * PAGE
+    for address in range(begin, end, _POPULATE_STEP):
+        length = min(_POPULATE_STEP, end - address)
+        if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+            return  # Linux before 5.14, or no memory: pages come on first use, as usual
 
 
 def _aligned(raw: torch.Tensor, nbytes: int) -> torch.Tensor:

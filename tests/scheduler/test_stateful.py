@@ -1,7 +1,7 @@
 """Anything in any order, on the real scheduler: right bytes, no leak, no hang.
 
-`ELORA_RIG_EXAMPLES` and `ELORA_RIG_STEPS` (per example) make it longer;
-`ELORA_RIG_SEED` starts from other examples, which are printed when one fails.
+`RIG_EXAMPLES` and `RIG_STEPS` (per example) make it longer;
+`RIG_SEED` starts from other examples, which are printed when one fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 
 from tests.support.scheduler_rig import ADAPTERS, VARIANTS, Rig, id_of, path_of, prompt
 
-EXAMPLES = int(os.environ.get("ELORA_RIG_EXAMPLES", "15"))
-STEPS = int(os.environ.get("ELORA_RIG_STEPS", "40"))
-SEED = int(os.environ.get("ELORA_RIG_SEED", "20261"))
+EXAMPLES = int(os.environ.get("RIG_EXAMPLES", "15"))
+STEPS = int(os.environ.get("RIG_STEPS", "40"))
+SEED = int(os.environ.get("RIG_SEED", "20261"))
 
 QUICK: dict[str, int | tuple[int, int]] = {}
 SLOW: dict[str, int | tuple[int, int]] = {

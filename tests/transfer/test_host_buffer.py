@@ -106,3 +106,23 @@ def test_failed_registration_falls_back_to_the_pinned_allocator(
     host.view(1)[:] = bytes(100)
     host.close()
     assert fake.calls == [("register", 200)]
+
+
+def test_populate_keeps_what_was_written() -> None:
+    buffer = HostBuffer(slots=64, chunk_bytes=PAGE * 8, pin=False)
+    for i in range(buffer.slots):
+        buffer.slot(i).fill_(i)
+    buffer.populate().join(30)
+    assert all(bool((buffer.slot(i) == i).all()) for i in range(buffer.slots))
+
+
+def test_populate_makes_pages_resident() -> None:
+    buffer = HostBuffer(slots=1024, chunk_bytes=PAGE * 16, pin=False)
+    before = _resident_bytes()
+    buffer.populate().join(30)
+    assert _resident_bytes() - before > buffer.slots * buffer.chunk_bytes // 2
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * PAGE

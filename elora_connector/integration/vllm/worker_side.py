@@ -99,6 +99,8 @@ class WorkerSide:
         self._host = HostBuffer(self._slots, self._geometry.chunk_bytes, pin)
         self._engine = copy_engine_for(paged, self._host)
         round_trip(self._engine, paged, self._host)
+        if not pin:
+            self._host.populate()
         layout = hashlib.sha256(paged.layout.encode()).hexdigest()[:16]
         self._value_dtype = f"{self._dtype}/{layout}"
         self._shape = (len(paged.segments), self._geometry.blocks_per_chunk, paged.block_bytes)
