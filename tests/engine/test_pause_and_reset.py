@@ -76,6 +76,23 @@ def test_pause_ends_in_time_while_redis_hangs(
     assert after.tokens == oracle(prompt(21, LENGTH), tiny.adapters["civil"])
 
 
+def test_sleep_ends_in_time_while_redis_hangs(
+    stuck: Engine, tiny: TinyModel, oracle: Oracle
+) -> None:
+    """Sleep clears the caches, since weights may be exchanged meanwhile."""
+    start(stuck, tiny, ["one"])
+    began = time.monotonic()
+    stuck.core.sleep(level=1, mode="abort")
+    assert time.monotonic() - began < BOUND_S
+    assert stuck.side.manager.tree.num_resident(Tier.HOST) == 0
+    stuck.core.wake_up()
+    stuck.llm.llm_engine.abort_request(["one"])
+    civil = lora("civil", 1, tiny.adapters["civil"])
+    after = stuck.ask(prompt(20, LENGTH), civil)
+    assert after.tokens == oracle(prompt(20, LENGTH), tiny.adapters["civil"])
+    assert after.cached == 0
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_reset_ends_in_time_while_redis_hangs(
     stuck: Engine, tiny: TinyModel, oracle: Oracle, running: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from elora_connector.integration.vllm.metadata import StepMetadata, WorkerReport
 from elora_connector.integration.vllm.metrics import EloraPromMetrics, EloraStats, stats_of
 from elora_connector.integration.vllm.scheduler_side import SchedulerSide
 from elora_connector.integration.vllm.worker_side import WorkerSide
+
+logger = logging.getLogger("vllm.elora_connector")
 
 
 class EloraConnector(KVConnectorBase_V1, SupportsHMA):
@@ -88,7 +91,7 @@ class EloraConnector(KVConnectorBase_V1, SupportsHMA):
         return self._side().has_pinned_blocks
 
     def reset_cache(self) -> bool:
-        self._side().reset()
+        logger.info("reset_cache: %s", self._side().reset())
         return True
 
     def take_events(self) -> Iterable[Any]:
