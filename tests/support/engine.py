@@ -193,6 +193,12 @@ class Engine:
             assert time.monotonic() - start < seconds, "requests did not finish"
         return finished
 
+    def decode(self, tokens: int) -> Any:
+        """Step until the one running request has that many answer tokens; returns it."""
+        while not self.scheduler.running or self.scheduler.running[0].num_output_tokens < tokens:
+            assert not self.run(steps=1), "it ended first"
+        return self.scheduler.running[0]
+
     # ---- between requests ---------------------------------------------------------------
 
     def settle(self, seconds: float = 10.0) -> None:

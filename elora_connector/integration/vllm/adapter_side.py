@@ -14,7 +14,7 @@ from typing import Any
 
 from elora_connector.core.ledger import AdapterLedger
 from elora_connector.core.types import BASE, Identity
-from elora_connector.integration.vllm.block_pool import PoolView
+from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.compat import CLIENT_ERROR, SERVER_BUSY
 from elora_connector.integration.vllm.gate import AdapterGate, Passage
 from elora_connector.integration.vllm.metadata import StepMetadata, WorkerReport
@@ -114,6 +114,8 @@ class AdapterSide:
         """Its KV is from more than one set of weights from now on."""
         tracker.tainted = True
         self._tainted.add(tracker)
+        disguise(tracker.request)
+        self._unhash(tracker)
 
     def take_failed(self) -> list[tuple[str, str]]:
         """(request id, message with HTTP status) of requests to end with an error."""
@@ -138,7 +140,7 @@ class AdapterSide:
         step.protected = frozenset(self.ledger.taken())
         self._restore_skips()
         for tracker in self._tainted:
-            self._unhash(tracker)  # vLLM hashes running requests' blocks in every schedule()
+            self._unhash(tracker)  # nobody can hit them: make them the first to be reused
 
     def on_report(self, report: WorkerReport) -> None:
         """Take in what the ranks say of their adapters."""

@@ -6,12 +6,27 @@ between vLLM's own uses of it; no lock is needed.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 _NO_OWNER = 0
+_HASH_BYTES = 32
+
+
+def disguise(request: Any) -> None:
+    """Give a request's blocks hashes that no other request can have, now and later.
+
+    vLLM registers blocks of a running request in every schedule(), before we can take
+    them out, and may match another request against them in that same schedule().
+    """
+    honest = request._block_hasher
+    if honest is None:
+        return  # prefix caching is off
+    request._block_hasher = lambda r: [secrets.token_bytes(_HASH_BYTES) for _ in honest(r)]
+    request.block_hashes[:] = [secrets.token_bytes(_HASH_BYTES) for _ in request.block_hashes]
 
 
 class PoolView:

@@ -19,7 +19,7 @@ from elora_connector.core.keys import KEY_SCHEMA, RemoteKeys, digest_fields, roo
 from elora_connector.core.types import BASE, ChunkKey, Identity
 from elora_connector.errors import InvariantError
 from elora_connector.integration.vllm.adapter_side import AdapterSide
-from elora_connector.integration.vllm.block_pool import PoolView
+from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.fetching import RemoteWaits
 from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.metadata import (
@@ -442,9 +442,11 @@ class SchedulerSide:
             self._load_rate += 0.3 * (nbytes / seconds - self._load_rate)
 
     def _taint(self, tracker: RequestTracker) -> None:
-        tracker.tainted = True
         if self._adapters is not None:
             self._adapters.taint(tracker)
+        else:
+            tracker.tainted = True
+            disguise(tracker.request)
 
     def _count_wait(self, event: str) -> None:
         self.recorder.add("remote_waits", 1, event)
