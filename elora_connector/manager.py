@@ -344,15 +344,19 @@ class Manager:
         finally:
             self.tree.unpin(parent)
         for node in victims:
-            self._evict(node)
+            self._evict(node, keep=parent.adapter)
         return self.slots.free >= count
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: Node, keep: Node | None) -> None:
+        """`keep`: the adapter that room is made for; others leave with their last chunk."""
         ref = SlotRef(node.slot, node.generation)
+        adapter = node.adapter
         self.tree.set_absent(node, Tier.REMOTE)  # remote-only nodes are not kept
         self.tree.set_absent(node, Tier.HOST)
         self._free(ref)
         self.evictions += 1
+        if adapter is not None and adapter is not keep and not adapter.children:
+            self.tree.forget_adapter(adapter)
 
     def _reserve(self, index: int, node: Node, put: bool) -> Item:
         ref = self.slots.take()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elora_connector.core.types import Identity
@@ -37,6 +37,8 @@ class Gate(enum.Enum):
     READY = "ready"
     NO_SLOT = "no_slot"
     """Every slot is taken by admitted or held adapters."""
+    PINNED = "pinned"
+    """Every slot holds an adapter that the operator pinned: waiting would not help."""
     NAME_BUSY = "name_busy"
     """Another id of the same adapter name is in use."""
     LOADING = "loading"
@@ -84,6 +86,7 @@ class Loaded:
     digest: bytes
     load: tuple[int, ...]
     in_slot: bool
+    pinned: bool = False
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class _Entry:
     load: tuple[int, ...] = ()
     in_host: bool = False
     in_slot: bool = False
+    pinned: bool = False
     order: Order | None = None
     check: Check = Check.NONE
     """Strongest check that has to be made before the digest is believed again."""
@@ -124,6 +128,8 @@ class AdapterLedger:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._holds: OrderedDict[int, _Hold] = OrderedDict()
         self._in_use: set[int] = set()
+        self._pinned: set[int] = set()
+        self._cancelled: list[int] = []
         self._outbox: list[Order] = []
         self._open: dict[int, Order] = {}
         self._seq = 0
@@ -221,8 +227,9 @@ class AdapterLedger:
             if rivals.isdisjoint(self._holds) and len(taken) < self.slots:
                 self._holds.setdefault(lora_id, _Hold(request_id, now))
             return Gate.NAME_BUSY
-        if lora_id not in taken and len(taken) >= self.slots:
-            return Gate.NO_SLOT
+        crowd = taken | self._pinned
+        if lora_id not in crowd and len(crowd) >= self.slots:
+            return Gate.PINNED if len(self._pinned) >= self.slots else Gate.NO_SLOT
         if not entry.users:
             self._holds.setdefault(lora_id, _Hold(request_id, now))
         if self._resident(entry):
@@ -253,12 +260,32 @@ class AdapterLedger:
         if hold is not None and hold.owner == request_id:
             del self._holds[lora_id]
 
+    def cancel(self, lora_id: int) -> None:
+        """Nobody waits for this adapter any more: withdraw its order.
+
+        What it would have put out stays where the workers' next report says it is; an
+        adapter whose files hang must not keep others from their places.
+        """
+        entry = self._entries.get(lora_id)
+        if entry is None or entry.order is None or entry.users:
+            return
+        order, entry.order = entry.order, None
+        self._open.pop(order.seq, None)
+        if order in self._outbox:
+            self._outbox.remove(order)
+        self._cancelled.append(order.seq)
+
     # ---- workers ---------------------------------------------------------------
 
     def take_orders(self) -> list[Order]:
         """Orders to ship with this step's metadata, oldest first."""
         orders, self._outbox = self._outbox, []
         return orders
+
+    def take_cancelled(self) -> list[int]:
+        """Numbers of withdrawn orders, to ship with this step's metadata."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def rpc_sent(self, lora_id: int, name: str | None) -> None:
         """vLLM itself calls the workers (add_lora, remove_lora, pin_lora) between steps.
@@ -379,7 +406,7 @@ class AdapterLedger:
         if entry in occupied or len(occupied) < self.host_capacity:
             return ()
         excess = len(occupied) - self.host_capacity + 1
-        free = [e.lora_id for e in occupied if e.order is None and e.lora_id not in protect]
+        free = [e.lora_id for e in occupied if _may_go(e, protect)]
         return tuple(free[:excess]) if len(free) >= excess else None
 
     def _slot_victims(
@@ -396,7 +423,7 @@ class AdapterLedger:
         excess = len(holders) - self.slots + 1
         if excess <= 0:
             return ()
-        free = [e.lora_id for e in holders if e.order is None and e.lora_id not in protect]
+        free = [e.lora_id for e in holders if _may_go(e, protect)]
         return tuple(free[:excess]) if len(free) >= excess else None
 
     def _settle(self, entry: _Entry, order: Order, loaded: Loaded | None) -> None:
@@ -417,10 +444,12 @@ class AdapterLedger:
         entry.in_slot = loaded.in_slot
         entry.digest = loaded.digest
         entry.load = loaded.load
+        entry.pinned = loaded.pinned
 
     def _adopt(self, loaded: Mapping[int, Loaded]) -> None:
         for state in loaded.values():
             self._entries.setdefault(state.lora_id, _Entry(state.lora_id, state.name))
+        self._pinned = {i for i, state in loaded.items() if state.pinned and state.in_slot}
         leaving = {i for order in self._open.values() for i in order.evict}
         displaced = {i for order in self._open.values() for i in order.displace}
         for entry in self._entries.values():
@@ -435,14 +464,28 @@ class AdapterLedger:
                 self._place(entry, state_of)
                 entry.in_slot &= entry.lora_id not in displaced
 
-    def forget_idle(self, keep: int) -> list[int]:
-        """Drop entries of adapters that are nowhere and unused, oldest first, beyond `keep`."""
+    def forget_idle(self, keep: int, live: Callable[[], Container[int]]) -> list[int]:
+        """Drop entries of adapters that are nowhere and unused, oldest first, beyond `keep`.
+
+        Args:
+            live: ids that some request names (asked for only when there is much to drop).
+        """
+        if len(self._entries) <= keep:
+            return []
+        named = live()
         idle = [
             e.lora_id
             for e in self._entries.values()
-            if not (e.in_host or e.users or e.order or e.lora_id in self._holds)
+            if not (e.in_host or e.users or e.order)
+            and e.lora_id not in self._holds
+            and e.lora_id not in named
         ]
-        dropped = idle[: max(0, len(idle) - keep)]
+        dropped = idle[: len(self._entries) - keep]
         for lora_id in dropped:
             del self._entries[lora_id]
         return dropped
+
+
+def _may_go(entry: _Entry, protect: Container[int]) -> bool:
+    """Can it lose its place to another adapter?"""
+    return entry.order is None and not entry.pinned and entry.lora_id not in protect

@@ -54,3 +54,24 @@ def test_blocks_of_a_mixed_request_can_never_be_hit(
         for cached in (0, 288):
             again = live.ask(follow, lora("mixed", 1, folder.path))
             assert (again.tokens, again.cached) == (oracle(follow, tiny.adapters["legal"]), cached)
+
+
+def test_a_reload_while_kv_is_being_loaded_begins_anew(
+    tiny: TinyModel, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Nothing was computed yet: the answer is the new weights', not a mixture."""
+    folder = AdapterDir(tmp_path / "adapter", tiny.adapters["civil"])
+    text = prompt(331, 200)
+    request = lora("mixed", 1, folder.path)
+    with engine(tiny.model, {"elora.sync_load_ms": 0}) as live:
+        first = live.ask(text, request)
+        assert first.tokens == oracle(text, tiny.adapters["civil"])
+        name = live.submit(text, request)
+        live.run(steps=1)
+        (waiting,) = live.scheduler.requests.values()
+        assert waiting.status.name == "WAITING_FOR_REMOTE_KVS"
+        folder.put(tiny.adapters["legal"])
+        assert live.llm.llm_engine.add_lora(lora("mixed", 1, folder.path, load_inplace=True))
+        assert live.run()[name].tokens == oracle(text, tiny.adapters["legal"])
+        again = live.ask(text, request)
+        assert again.tokens == oracle(text, tiny.adapters["legal"])

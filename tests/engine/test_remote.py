@@ -407,7 +407,7 @@ def test_four_slots_slow_redis_and_a_short_deadline(
                 for text in texts:
                     answer = live.ask(text, civil)
                     assert answer.tokens == oracle(text, civil.lora_path)
-                    assert answer.cached in (0, 64, 128, 192)
+                    assert answer.cached in (0, 64, 128, 192, 256)  # four slots of 64 tokens
             assert live.total("remote_waits", "deadline") >= 3
             assert live.total("hit_tokens", "remote") == 0
             assert live.total("evictions", "host") > 0

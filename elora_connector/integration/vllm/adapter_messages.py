@@ -55,6 +55,7 @@ class AdapterState:
         load_seq: number of the load these weights come from, rising per rank.
         in_slot: it also is in a GPU slot.
         nbytes: size of its files.
+        pinned: the operator pinned it; only an unload takes it out.
     """
 
     lora_id: int
@@ -63,6 +64,7 @@ class AdapterState:
     load_seq: int
     in_slot: bool
     nbytes: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

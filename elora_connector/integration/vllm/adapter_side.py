@@ -53,6 +53,7 @@ class AdapterSide:
         self._tainted: set[RequestTracker] = set()
         self._lifted: set[RequestTracker] = set()
         self._failed: dict[str, str] = {}
+        self._restart: list[str] = []
 
     # ---- requests ------------------------------------------------------------------
 
@@ -107,6 +108,8 @@ class AdapterSide:
         self._lifted.discard(tracker)
         if tracker.lora_id is not None:
             self.ledger.finished(tracker.id, tracker.lora_id)
+            if not tracker.admitted and tracker.lora_id not in self._live_ids():
+                self.ledger.cancel(tracker.lora_id)
         if tracker.tainted:
             self._unhash(tracker)
 
@@ -116,6 +119,15 @@ class AdapterSide:
         self._tainted.add(tracker)
         disguise(tracker.request)
         self._unhash(tracker)
+        self._restart.append(tracker.id)
+
+    def take_restarts(self) -> list[str]:
+        """Requests that, if they only wait for a load yet, should begin anew.
+
+        Their KV is of the old weights and their first forward would use the new ones.
+        """
+        restart, self._restart = self._restart, []
+        return restart
 
     def take_failed(self) -> list[tuple[str, str]]:
         """(request id, message with HTTP status) of requests to end with an error."""
@@ -135,7 +147,8 @@ class AdapterSide:
 
     def fill(self, step: StepMetadata) -> None:
         """Orders for the workers; then what must be done in every step."""
-        step.orders = self._gate.take_orders()
+        step.orders = self._gate.take_orders(self._live_ids)
+        step.cancelled = tuple(self.ledger.take_cancelled())
         step.rpcs = self.ledger.rpcs
         step.protected = frozenset(self.ledger.taken())
         self._restore_skips()
@@ -167,6 +180,9 @@ class AdapterSide:
         else:
             self._gate.rpc(target, target.lora_int_id)
         return frozenset(self.ledger.taken())
+
+    def _live_ids(self) -> set[int]:
+        return {t.lora_id for t in self._trackers.values() if t.lora_id is not None}
 
     # ---- inside ----------------------------------------------------------------------
 

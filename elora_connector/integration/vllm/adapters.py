@@ -45,7 +45,8 @@ __all__ = [
     "Verify",
 ]
 
-LOADER_THREADS = 2
+LOADER_THREADS = 8
+"""Two would do for speed; the others are for adapters whose files hang."""
 
 
 class _Stage(enum.Enum):
@@ -120,6 +121,16 @@ class AdapterAgent:
                 self._pending[order.seq] = _Pending(order)
         self._start_heads()
 
+    def cancel(self, seqs: Iterable[int]) -> None:
+        """Forget orders that nobody waits for; one that was carried out stays so.
+
+        Its background part, if it hangs, keeps its thread and nothing else.
+        """
+        for seq in seqs:
+            pending = self._pending.pop(seq, None)
+            if pending is not None and pending.future is not None:
+                pending.future.cancel()
+
     def protect(self, protected: frozenset[int]) -> None:
         """Replace the set of ids that only an order may take out."""
         self._protected = protected
@@ -135,6 +146,7 @@ class AdapterAgent:
 
     def report(self) -> AdapterReport:
         """What there is now; results are handed out once."""
+        pinned = self._caches.pinned()
         states = tuple(
             AdapterState(
                 lora_id,
@@ -143,6 +155,7 @@ class AdapterAgent:
                 info.load_seq,
                 self._caches.is_active(lora_id),
                 info.nbytes,
+                lora_id in pinned,
             )
             for lora_id, model in sorted(self._caches.models().items())
             if (info := load_info(model)) is not None

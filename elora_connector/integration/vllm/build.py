@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.namespace import (
     compute_namespace,
     explicit_weights,
+    has_weights,
     weight_digest,
 )
 from elora_connector.integration.vllm.scheduler_side import SchedulerSide
@@ -84,7 +84,7 @@ def build_worker_side(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     config = _common_checks(vllm_config, kv_cache_config)
     geometry = geometry_of(config, vllm_config, kv_cache_config)
     recorder = Recorder()
-    known = _weights(config, vllm_config) is not None
+    known = _weights_known(config, vllm_config)
     return WorkerSide(
         config,
         geometry,
@@ -189,23 +189,29 @@ def _layout(
 
 
 def _weights(config: EloraConfig, vllm_config: Any) -> bytes | None:
+    """Which weights the model has; None when nobody can tell."""
     if config.model_id is not None:
         return explicit_weights(config.model_id)
+    directory = _weights_dir(vllm_config)
+    return None if directory is None else weight_digest(directory)
+
+
+def _weights_known(config: EloraConfig, vllm_config: Any) -> bool:
+    """`_weights` is not None, without reading them."""
+    if config.model_id is not None:
+        return True
+    directory = _weights_dir(vllm_config)
+    return directory is not None and has_weights(directory)
+
+
+def _weights_dir(vllm_config: Any) -> Path | None:
     if str(vllm_config.load_config.load_format).endswith("dummy"):
         return None
     model = vllm_config.model_config
-    return _weights_of(str(model.model), None if model.revision is None else str(model.revision))
-
-
-@cache
-def _weights_of(model: str, revision: str | None) -> bytes | None:
-    directory = Path(model)
-    if not directory.is_dir():
-        found = _hub_snapshot(model, revision)
-        if found is None:
-            return None
-        directory = found
-    return weight_digest(directory)
+    directory = Path(str(model.model))
+    if directory.is_dir():
+        return directory
+    return _hub_snapshot(str(model.model), None if model.revision is None else str(model.revision))
 
 
 def _device_type() -> str:

@@ -271,6 +271,19 @@ TABLE: tuple[Use, ...] = (
         "called",
         ("self", "blocks"),
     ),
+    Use(
+        _SCHEDULER,
+        "Scheduler._update_waiting_for_remote_kv",
+        "begin anew after a reload (failed_recving_kv_req_ids)",
+        "relied on",
+        ("self", "request"),
+    ),
+    Use(
+        "vllm.v1.request",
+        "RequestStatus.WAITING_FOR_REMOTE_KVS",
+        "begin anew after a reload",
+        "read",
+    ),
     Use("vllm.v1.request", "RequestStatus.FINISHED_ERROR", "fail single requests", "read"),
     Use("vllm.v1.engine", "FinishReason.ERROR", "fail single requests", "read"),
     Use(

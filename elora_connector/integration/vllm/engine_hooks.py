@@ -51,6 +51,10 @@ class SchedulerSide(Protocol):
         """Give back every GPU block that a store under way has pinned."""
         ...
 
+    def take_restarts(self) -> Iterable[str]:
+        """Requests whose KV, if it is still being loaded, belongs to replaced weights."""
+        ...
+
     def take_failed_requests(self) -> Iterable[tuple[str, str]]:
         """Requests to fail now, with a message that starts with a prefix of `compat`."""
         ...
@@ -91,9 +95,19 @@ def _update_from_output(original: Any, scheduler: Any, *args: Any, **kwargs: Any
     outputs = original(scheduler, *args, **kwargs)
     side = side_of(scheduler)
     if side is not None:
+        for request_id in side.take_restarts():
+            _begin_anew(scheduler, request_id)
         for request_id, message in side.take_failed_requests():
             _fail_request(scheduler, outputs, request_id, message)
     return outputs
+
+
+def _begin_anew(scheduler: Any, request_id: str) -> None:
+    """Let vLLM treat the load a request waits for as failed from its first token on."""
+    request = scheduler.requests.get(request_id)
+    if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
 
 
 def _reset_prefix_cache(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

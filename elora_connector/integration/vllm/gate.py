@@ -8,7 +8,7 @@ has one content in the GPU prefix cache at a time (vLLM hashes names, not conten
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,11 @@ class AdapterGate:
             tracker.adapter_since = None
             return self._ask_name(tracker)
         self._count(gate.value)
+        if gate is Gate.PINNED:
+            return Passage.FAIL, (
+                f"adapter '{tracker.name}' cannot get a GPU slot: all {self.ledger.slots} "
+                "(--max-loras) hold pinned adapters"
+            )
         if gate in (Gate.LOADING, Gate.SUSPENDED):
             return self._ask_clock(tracker, now)
         tracker.adapter_since = None
@@ -126,9 +131,10 @@ class AdapterGate:
 
     # ---- orders and reports --------------------------------------------------------
 
-    def take_orders(self) -> tuple[AdapterOrder, ...]:
-        """Orders for this step's metadata."""
-        self.ledger.forget_idle(_IDLE_ENTRIES_KEPT)
+    def take_orders(self, live: Callable[[], Container[int]]) -> tuple[AdapterOrder, ...]:
+        """Orders for this step's metadata; `live`: ids that requests name."""
+        for lora_id in self.ledger.forget_idle(_IDLE_ENTRIES_KEPT, live):
+            self._requests.pop(lora_id, None)
         return tuple(self._spell_out(order) for order in self.ledger.take_orders())
 
     def _spell_out(self, order: Order) -> AdapterOrder:
@@ -216,5 +222,6 @@ def _compare(reports: list[AdapterReport]) -> tuple[dict[int, Loaded], dict[int,
             every[0].digest,
             tuple(state.load_seq for state in every),
             all(state.in_slot for state in every),
+            any(state.pinned for state in every),
         )
     return loaded, differing

@@ -84,6 +84,7 @@ class StepMetadata(KVConnectorMetadata):
     `rpcs` is the scheduler's count of out-of-step adapter calls; workers echo it, which
     tells the scheduler whether a report was made before or after such a call.
     `idle`: no forward in this step.  `drain`: finish all stores under way first.
+    `cancelled`: numbers of orders to forget.
     `protected`: adapters that no worker may evict on its own account.
     """
 
@@ -91,6 +92,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = True
     drain: bool = False
     orders: tuple[AdapterOrder, ...] = ()
+    cancelled: tuple[int, ...] = ()
     protected: frozenset[int] = frozenset()
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)

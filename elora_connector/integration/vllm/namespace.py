@@ -6,18 +6,20 @@ themselves.  What is in doubt goes in: a needless miss is cheap, a wrong hit is 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from elora_connector.core.keys import digest_fields, namespace_digest
 
-_SAMPLE = 4096
+_PIECE = 8 << 20
+_READERS = 4
 _HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 # Where the model lies and which library wrote its configuration say nothing about its KV.
 _NOT_IDENTITY = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
@@ -32,9 +34,18 @@ def model_fields(vllm_config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "revision": str(model.revision),
-        "max_model_len_scaling": str(getattr(model, "rope_scaling", None)),
+        # Some rope kinds choose their factors by the longest sequence that is allowed.
+        "max_model_len": model.max_model_len if _scaled_rope(hf) else None,
         "load_format": str(vllm_config.load_config.load_format),
     }
+
+
+def _scaled_rope(hf: Mapping[str, Any]) -> bool:
+    """Does any layer kind use another rope than the plain one?"""
+    settings = [hf.get("rope_scaling"), hf.get("rope_parameters")]
+    text = _plain([setting for setting in settings if setting])
+    kinds = re.findall(r'"(?:rope_)?type": "([^"]*)"', text)
+    return any(kind != "default" for kind in kinds)
 
 
 def _plain(value: Any) -> str:
@@ -77,56 +88,51 @@ def explicit_weights(model_id: str) -> bytes:
 def weight_digest(model_dir: Path) -> bytes | None:
     """Digest of the weight files in a local directory; None if there are none.
 
-    Hub caches name files by content hash, which is taken as it is.  Elsewhere the sizes,
-    and of safetensors files the header and 4 KiB of every tensor, are hashed: a
-    fine-tuned model differs in practically every tensor.
+    Hub caches name files by content hash, which is taken as it is.  Other files are read
+    in full (XXH3, several at a time): models that differ in a few rows only do exist.
+    The digest is remembered until a file's size, inode or times change.
     """
     files = sorted(_weight_files(model_dir), key=lambda path: path.name)
     if not files:
         return None
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(digest_fields("elora.weights", [path.name, _file_digest(path)]))
-    return digest.digest()
+    return _digest_of(tuple((path, *_stat_key(path)) for path in files))
 
 
-def _weight_files(model_dir: Path) -> Iterable[Path]:
+@lru_cache(maxsize=8)
+def _digest_of(files: tuple[tuple[Any, ...], ...]) -> bytes:
+    paths: list[Path] = [entry[0] for entry in files]
+    with ThreadPoolExecutor(_READERS) as readers:
+        digests = list(readers.map(_file_digest, paths))
+    names = [path.name for path in paths]
+    return digest_fields("elora.weights", [names, digests])
+
+
+def _stat_key(path: Path) -> tuple[str, int, int, int, int, int]:
+    real = path.resolve()
+    stat = real.stat()
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    return (str(real), stat.st_dev, stat.st_ino, stat.st_size, *times)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
         files = list(model_dir.glob(pattern))
         if files:
             return files
-    return ()
+    return []
+
+
+def has_weights(model_dir: Path) -> bool:
+    """Are there files that `weight_digest` would read?  Reads none of them."""
+    return bool(_weight_files(model_dir))
 
 
 def _file_digest(path: Path) -> bytes:
     real = path.resolve()
     if path.is_symlink() and _HUB_BLOB.fullmatch(real.name):
         return real.name.encode()
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            return _safetensors_digest(file)
-        return _sampled_digest(file, os.fstat(file.fileno()).st_size)
-
-
-def _safetensors_digest(file: Any) -> bytes:
-    (length,) = struct.unpack("<Q", file.read(8))
-    header = file.read(length)
-    digest = hashlib.sha256(header)
-    for name, tensor in sorted(json.loads(header).items()):
-        if name == "__metadata__":
-            continue
-        begin, end = tensor["data_offsets"]
-        middle = begin + max(0, (end - begin - _SAMPLE) // 2)
-        file.seek(8 + length + middle)
-        digest.update(file.read(min(_SAMPLE, end - middle)))
-    return digest.digest()
-
-
-def _sampled_digest(file: Any, size: int) -> bytes:
-    """Evenly spread samples of a file whose format is not read."""
-    digest = hashlib.sha256(struct.pack("<Q", size))
-    step = max(_SAMPLE, size // 1024)
-    for offset in range(0, size, step):
-        file.seek(offset)
-        digest.update(file.read(_SAMPLE))
+    digest = xxhash.xxh3_128()
+    with real.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
     return digest.digest()

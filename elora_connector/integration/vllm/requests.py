@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,11 @@ class RemoteWait(enum.Enum):
     LOOKED_UP = "looked_up"
     FETCHING = "fetching"
     OVER = "over"
+
+
+logger = logging.getLogger("vllm.elora_connector")
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +142,16 @@ def bypass_reason(request: Any) -> str:
     return ""
 
 
-def switch(request: Any, *names: str) -> bool | None:
-    """A boolean from the request's `kv_transfer_params`, by the first name present."""
-    params = request.kv_transfer_params or {}
-    for name in names:
-        if name in params:
-            return bool(params[name])
-    return None
+def switch(request: Any, name: str) -> bool | None:
+    """A boolean from the request's `kv_transfer_params`; None: absent or not a boolean.
+
+    Clients send JSON, some of them booleans as words; what is neither is ignored, loudly.
+    """
+    params = request.kv_transfer_params
+    value = params.get(name) if isinstance(params, Mapping) else None
+    if value is None or isinstance(value, bool):
+        return value
+    known = _WORDS.get(str(value).strip().lower())
+    if known is None:
+        logger.warning("kv_transfer_params: %s = %r is not a boolean, ignored", name, value)
+    return known

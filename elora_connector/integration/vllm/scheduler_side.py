@@ -218,6 +218,10 @@ class SchedulerSide:
         """(request id, message with status prefix) of requests to end with an error."""
         return [] if self._adapters is None else self._adapters.take_failed()
 
+    def take_restarts(self) -> list[str]:
+        """Requests to begin anew if they are still waiting for an asynchronous load."""
+        return [] if self._adapters is None else self._adapters.take_restarts()
+
     # ---- steps ---------------------------------------------------------------------
 
     def build_step(self, scheduler_output: Any) -> StepMetadata:

@@ -123,6 +123,7 @@ class WorkerSide:
             for _, ticket in self._stores:
                 ticket.wait()
         if self._agent is not None:
+            self._agent.cancel(step.cancelled)
             self._agent.submit(step.orders, step.protected)
         for fetch in step.fetches:
             assert self._io is not None

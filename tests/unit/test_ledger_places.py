@@ -1,0 +1,67 @@
+"""Pinned adapters, withdrawn orders and forgotten entries of the slot ledger."""
+
+from __future__ import annotations
+
+from elora_connector.core.ledger import AdapterLedger, Gate, Loaded
+
+
+def loaded(lora_id: int, *, pinned: bool = False, in_slot: bool = True) -> dict[int, Loaded]:
+    digest = bytes([lora_id]) * 32
+    return {lora_id: Loaded(lora_id, f"a{lora_id}", digest, (lora_id,), in_slot, pinned)}
+
+
+def ledger_with(*lora_ids: int, slots: int = 1, host: int = 2) -> AdapterLedger:
+    ledger = AdapterLedger(slots, host)
+    for lora_id in lora_ids:
+        ledger.register(lora_id, f"a{lora_id}")
+    return ledger
+
+
+def test_a_full_house_of_pinned_adapters_is_said_at_once() -> None:
+    ledger = ledger_with(1, 2)
+    ledger.on_report(0, 0, loaded(1, pinned=True))
+    assert ledger.admit("r2", 2, 0.0) is Gate.PINNED
+    assert ledger.take_orders() == []
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+
+
+def test_a_pinned_adapter_is_nobodys_victim() -> None:
+    ledger = ledger_with(1, 2, 3, slots=2, host=2)
+    ledger.on_report(0, 0, {**loaded(1, pinned=True), **loaded(2)})
+    assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
+    (order,) = ledger.take_orders()
+    assert order.evict == (2,)
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+    assert ledger.admit("r2", 2, 0.0) is Gate.NO_SLOT
+
+
+def test_a_withdrawn_order_gives_the_places_back() -> None:
+    ledger = ledger_with(1, 2)
+    ledger.on_report(0, 0, loaded(1))
+    assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
+    (order,) = ledger.take_orders()
+    assert order.displace == (1,)
+    ledger.on_report(0, 0, loaded(1))
+    assert not ledger.resident(1)
+    ledger.finished("r2", 2)
+    ledger.cancel(2)
+    assert ledger.take_cancelled() == [order.seq]
+    ledger.on_report(order.seq, 0, loaded(1))
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+
+
+def test_an_order_that_was_not_shipped_is_simply_gone() -> None:
+    ledger = ledger_with(1)
+    ledger.admit("r1", 1, 0.0)
+    ledger.finished("r1", 1)
+    ledger.cancel(1)
+    assert ledger.take_orders() == []
+    assert ledger.admit("again", 1, 0.0) is Gate.LOADING
+    assert len(ledger.take_orders()) == 1
+
+
+def test_entries_of_waiting_requests_are_never_forgotten() -> None:
+    ledger = ledger_with(*range(1, 11))
+    assert ledger.forget_idle(20, lambda: {1}) == []
+    assert ledger.forget_idle(5, lambda: {1, 2}) == [3, 4, 5, 6, 7]
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
