@@ -63,6 +63,11 @@ def keeps_base_rows(name: str, operator: Callable[..., Any]) -> bool:
     return bool((output[0] == 0).all()) and bool((output[1] == 2).all())
 
 
+def _rows_without(indices: torch.Tensor) -> torch.Tensor:
+    """Rows without an adapter; in most batches there are none, and nothing is to be saved."""
+    return torch.nonzero(indices < 0).flatten()
+
+
 def _masked_shrink(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def bgmv_shrink(
@@ -72,9 +77,10 @@ def _masked_shrink(original: Callable[..., Any]) -> Callable[..., Any]:
         lora_indices_tensor: torch.Tensor,
         scaling: float = 1.0,
     ) -> None:
-        slots = lora_indices_tensor.clamp(min=0)
+        without = _rows_without(lora_indices_tensor)
+        slots = lora_indices_tensor.clamp(min=0) if len(without) else lora_indices_tensor
         original(inputs, lora_b_weights, output_tensor, slots, scaling)
-        output_tensor.masked_fill_((lora_indices_tensor < 0).unsqueeze(1), 0)
+        output_tensor[without] = 0
 
     return bgmv_shrink
 
@@ -92,10 +98,10 @@ def _masked_expand(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> None:
         # vLLM may pass more indices than output rows.
-        without = (lora_indices_tensor < 0)[: output_tensor.shape[0]].unsqueeze(1)
-        before = output_tensor.clone()
-        slots = lora_indices_tensor.clamp(min=0)
+        without = _rows_without(lora_indices_tensor[: output_tensor.shape[0]])
+        slots = lora_indices_tensor.clamp(min=0) if len(without) else lora_indices_tensor
+        before = output_tensor[without]
         original(inputs, lora_b_weights, output_tensor, slots, *args, **kwargs)
-        output_tensor.copy_(torch.where(without, before, output_tensor))
+        output_tensor[without] = before
 
     return bgmv_expand
