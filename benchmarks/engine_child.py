@@ -44,7 +44,14 @@ class _Child:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        params = SamplingParams(temperature=0, max_tokens=question["n"], ignore_eos=True)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=question["n"],
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": question["transfer"]}
+            if question.get("transfer")
+            else None,
+        )
         lora = LoRARequest(*question["lora"]) if question.get("lora") else None
         prompt = {"prompt_token_ids": question["prompt"]}
         start = time.perf_counter()

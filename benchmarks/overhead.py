@@ -6,8 +6,10 @@ Two engines in processes of their own answer in turn, so that noise of the machi
 both alike; the order inside a pair alternates.  Reported: medians and the 95 % interval
 of the ratio (bootstrap over pairs).
 
-cold     a new prompt each time, connector on (host tier; with --redis also write-behind)
-         against a vLLM without connector
+cold     a new prompt each time.  Two engines, connector on against off; the same with two
+         engines without connector shows how much two equal processes differ here.  Inside
+         one engine: requests that are looked up and stored against requests that opt out,
+         which leaves the differences between processes out
 warm     the same prompts again: loaded from the host tier (vLLM's own prefix cache off)
          against a hit in vLLM's GPU prefix cache
 """
@@ -36,6 +38,7 @@ from tests.support.redis_server import RedisServer  # noqa: E402
 BLOCK = 32
 CHUNK = 64
 RESAMPLES = 2000
+OPT_OUT = {"elora.store": False, "elora.retrieve": False}
 
 
 class Child:
@@ -150,31 +153,43 @@ def prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
     return [[rng.randint(8, 500) for _ in range(tokens)] for _ in range(count)]
 
 
-def measure(child: Child, prompt: list[int], lora: list[Any], cached: int | None) -> float:
+def measure(
+    child: Child, prompt: list[int], lora: list[Any], cached: int | None, transfer: Any = None
+) -> float:
     """Seconds of one request; checks that it hit, or missed, what it should."""
-    reply = child.ask({"prompt": prompt, "lora": lora, "n": 1})
+    question = {"prompt": prompt, "lora": lora, "n": 1, "transfer": transfer}
+    reply = child.ask(question)
     if cached is not None and reply["cached"] != cached:
         raise RuntimeError(f"expected {cached} cached tokens, got {reply['cached']}")
     return float(reply["seconds"])
 
 
 def cold(model: Path, lora: list[Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Connector on against off, on prompts that nobody has seen."""
-    fresh = prompts(options.pairs + 3, options.tokens, 1)
+    """On prompts that nobody has seen: between two engines, and inside one."""
+    fresh = prompts(2 * options.pairs + 3, options.tokens, 1)
     plain = engine_args(model, caching=False, settings=None)
+    ours = engine_args(model, caching=False, settings={})
+    for name, left in (("no connector / no connector (noise)", plain), ("on / off", ours)):
+        with children(left, plain) as (first, second):
+            for warm_up in fresh[-3:]:
+                measure(first, warm_up, lora, None)
+                measure(second, warm_up, lora, None)
+            yield pairs(
+                f"cold, two engines, {name}",
+                options.pairs,
+                lambda i, first=first: measure(first, fresh[i], lora, 0),
+                lambda i, second=second: measure(second, fresh[i], lora, 0),
+            )
     with RedisServer() as store:
-        variants = {"host": {}, "host + Redis": {"lmcache.remote_url": store.url}}
-        for name, settings in variants.items():
-            ours = engine_args(model, caching=False, settings=settings)
-            with children(ours, plain) as (on, off):
+        for name, settings in (("host", {}), ("host + Redis", {"lmcache.remote_url": store.url})):
+            with children(engine_args(model, caching=False, settings=settings)) as (one,):
                 for warm_up in fresh[-3:]:
-                    measure(on, warm_up, lora, None)
-                    measure(off, warm_up, lora, None)
+                    measure(one, warm_up, lora, None)
                 yield pairs(
-                    f"cold, connector on ({name}) / off",
+                    f"cold, one engine, request served / opted out ({name})",
                     options.pairs,
-                    lambda i, on=on: measure(on, fresh[i], lora, 0),
-                    lambda i, off=off: measure(off, fresh[i], lora, 0),
+                    lambda i, one=one: measure(one, fresh[2 * i], lora, 0),
+                    lambda i, one=one: measure(one, fresh[2 * i + 1], lora, 0, OPT_OUT),
                 )
 
 
@@ -215,7 +230,7 @@ def main() -> None:
         a, b = row["median_ms"]
         low, high = row["ratio_95"]
         print(
-            f"{row['title']:<42} {a:8.1f} ms / {b:8.1f} ms = {row['ratio']:.3f} "
+            f"{row['title']:<62} {a:8.1f} ms / {b:8.1f} ms = {row['ratio']:.3f} "
             f"[{low:.3f}, {high:.3f}]"
         )
     if options.json:
