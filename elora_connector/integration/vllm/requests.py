@@ -84,7 +84,6 @@ class RequestTracker:
     restore_skip: bool = False
     load_ordered: bool = True
     host_before: int | None = None
-    deferrals: int = 0
 
     @property
     def id(self) -> str:

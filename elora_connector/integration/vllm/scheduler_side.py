@@ -157,7 +157,6 @@ class SchedulerSide:
             self._back_to_waiting(tracker)
         now = self._clock()
         if self._adapters is not None and not self._adapters.passes(tracker, now):
-            tracker.deferrals += 1
             return None, False
         try:
             return self._promise(tracker, local, now)
@@ -175,7 +174,6 @@ class SchedulerSide:
         keys = self._keys(tracker, identity)
         usable = (request.num_tokens - 1) // self.geometry.block_size * self.geometry.block_size
         if self._waits_for_remote(tracker, identity, keys, local, now):
-            tracker.deferrals += 1
             self.recorder.add("deferrals", 1, "remote")
             return None, False
         hit = min(self.manager.host_prefix(keys) * self.geometry.chunk_size, usable) - local
