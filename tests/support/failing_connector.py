@@ -36,6 +36,9 @@ class Side:
         failed, self.failed = self.failed, []
         return failed
 
+    def take_restarts(self) -> list[str]:
+        return []
+
 
 class FailingConnector(KVConnectorBase_V1, SupportsHMA):
     """Fails every request with the adapter named `bad`; caches nothing."""
