@@ -19,19 +19,14 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from elora_connector.errors import ConfigError
+from elora_connector.tiers.redis_dial import PlainConnection, TlsConnection, UnixConnection
 from elora_connector.tiers.redis_failure import (
     LinkClosedError,
     ReplyError,
     StoreError,
     explain,
 )
-from elora_connector.tiers.redis_link import (
-    Link,
-    PlainConnection,
-    TlsConnection,
-    UnixConnection,
-    pack,
-)
+from elora_connector.tiers.redis_link import Link, pack
 
 _CONNECTIONS: dict[type, type] = {
     Connection: PlainConnection,
