@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elora_connector.core.slot_watch import SlotWatch
 from elora_connector.core.types import Identity
 from elora_connector.errors import InvariantError
 
@@ -103,6 +104,11 @@ class _Entry:
     """Strongest check that has to be made before the digest is believed again."""
     users: set[str] = field(default_factory=set)
 
+    @property
+    def has_slot(self) -> bool:
+        """In a GPU slot, or on its way into one that is counted as its own."""
+        return self.in_slot or (self.order is not None and self.order.activate)
+
 
 @dataclass(slots=True)
 class _Hold:
@@ -117,6 +123,9 @@ class AdapterLedger:
         slots: GPU LoRA slots (`max_loras`).
         host_capacity: adapters in vLLM's host cache (`max_cpu_loras`), >= slots.
         level: which residency the gate asks for.
+
+    Attributes:
+        slot_watch: names with a GPU slot; tells its listeners of every change at once.
     """
 
     def __init__(self, slots: int, host_capacity: int, level: Level = Level.SLOT) -> None:
@@ -125,6 +134,7 @@ class AdapterLedger:
         self.slots = slots
         self.host_capacity = host_capacity
         self.level = level
+        self.slot_watch = SlotWatch()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._holds: OrderedDict[int, _Hold] = OrderedDict()
         self._in_use: set[int] = set()
@@ -192,6 +202,7 @@ class AdapterLedger:
             self._entries[lora_id] = _Entry(lora_id, name)
             return  # a first load is always fingerprinted
         entry.name = name
+        self._watch(entry)
         if check > Check.NONE and (entry.in_host or entry.order is not None):
             self._demand_check(entry, check)
 
@@ -270,6 +281,7 @@ class AdapterLedger:
         if entry is None or entry.order is None or entry.users:
             return
         order, entry.order = entry.order, None
+        self._watch(entry)
         self._open.pop(order.seq, None)
         if order in self._outbox:
             self._outbox.remove(order)
@@ -322,6 +334,8 @@ class AdapterLedger:
         self._open = {seq: order for seq, order in self._open.items() if seq > acked_seq}
         if not self.suspended:
             self._adopt(loaded)
+        for entry in sorted(self._entries.values(), key=lambda e: e.has_slot):
+            self._watch(entry)  # those that left first: never more names than slots
 
     def distrust(self, lora_id: int) -> bool:
         """Ranks report different contents: the next order reads the files again.
@@ -356,8 +370,7 @@ class AdapterLedger:
             entry.order.check = max(entry.order.check, check)
         else:
             # One under way that brings it into a slot still does: it is counted as there.
-            activate = entry.in_slot or (entry.order is not None and entry.order.activate)
-            self._order(entry, activate=activate, evict=())
+            self._order(entry, activate=entry.has_slot, evict=())
 
     def _ensure_ordered(self, entry: _Entry) -> None:
         order = entry.order
@@ -375,6 +388,7 @@ class AdapterLedger:
             order.activate = wants_slot
             order.displace = displace
             self._mark_gone(order)
+            self._watch(entry)
             return
         self._order(entry, activate=wants_slot, evict=evict, displace=displace)
 
@@ -391,14 +405,20 @@ class AdapterLedger:
         self._outbox.append(entry.order)
         self._open[self._seq] = entry.order
         self._mark_gone(entry.order)
+        self._watch(entry)
+
+    def _watch(self, entry: _Entry) -> None:
+        self.slot_watch.update(entry.lora_id, entry.name if entry.has_slot else None)
 
     def _mark_gone(self, order: Order) -> None:
         for lora_id in order.evict:
             gone = self._entries[lora_id]
             gone.in_host = gone.in_slot = False
             gone.digest = None
+            self._watch(gone)
         for lora_id in order.displace:
             self._entries[lora_id].in_slot = False
+            self._watch(self._entries[lora_id])
 
     def _host_victims(self, entry: _Entry, protect: set[int]) -> tuple[int, ...] | None:
         """Ids to evict so that `entry` fits into host memory; None if it cannot fit."""
@@ -416,9 +436,7 @@ class AdapterLedger:
         holders = [
             e
             for e in self._entries.values()
-            if e is not entry
-            and e.lora_id not in evicted
-            and (e.in_slot or (e.order is not None and e.order.activate))
+            if e is not entry and e.lora_id not in evicted and e.has_slot
         ]
         excess = len(holders) - self.slots + 1
         if excess <= 0:
@@ -433,10 +451,10 @@ class AdapterLedger:
         if loaded is not None:
             # Also after a failed re-check: the old weights are still there, and usable.
             self._place(entry, loaded)
-            return
-        # Not there although acknowledged: ordered again when a request asks again.
-        entry.in_host = entry.in_slot = False
-        entry.digest = None
+        else:
+            # Not there although acknowledged: ordered again when a request asks again.
+            entry.in_host = entry.in_slot = False
+            entry.digest = None
 
     @staticmethod
     def _place(entry: _Entry, loaded: Loaded) -> None:

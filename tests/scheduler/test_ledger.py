@@ -234,6 +234,8 @@ class LedgerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = AdapterLedger(2, 3)
+        self.slotted: set[str] = set()
+        self.ledger.slot_watch.add(self)
         self.worker = _Worker({}, set())
         self.sent: list[list[Order]] = []
         self.waiting: dict[str, int] = {}
@@ -242,6 +244,14 @@ class LedgerLife(RuleBasedStateMachine):
         self.count = 0
         self.now = 0.0
         self.rpcs = 0
+
+    def slot_taken(self, name: str) -> None:
+        assert name not in self.slotted, "told twice"
+        self.slotted.add(name)
+        assert len(self.slotted) <= self.ledger.slots, "told before who leaves"
+
+    def slot_left(self, name: str) -> None:
+        self.slotted.remove(name)
 
     @rule(lora_id=st.integers(1, 5), check=st.sampled_from(Check))
     def arrive(self, lora_id: int, check: Check) -> None:
@@ -351,6 +361,9 @@ class LedgerLife(RuleBasedStateMachine):
         assert in_slot <= self.ledger.slots
         assert in_host <= self.ledger.host_capacity
         assert self.ledger.in_use() == set(self.running.values())
+        entries = self.ledger._entries.values()
+        assert self.slotted == {e.name for e in entries if e.has_slot}
+        assert self.slotted == self.ledger.slot_watch.names
 
     def teardown(self) -> None:
         """Whoever waits gets its turn when the others end and loads work."""

@@ -65,3 +65,45 @@ def test_entries_of_waiting_requests_are_never_forgotten() -> None:
     assert ledger.forget_idle(20, lambda: {1}) == []
     assert ledger.forget_idle(5, lambda: {1, 2}) == [3, 4, 5, 6, 7]
     assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+
+
+class Told:
+    """Everything a slot watch says, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def slot_taken(self, name: str) -> None:
+        self.events.append(f"+{name}")
+
+    def slot_left(self, name: str) -> None:
+        self.events.append(f"-{name}")
+
+
+def test_a_displaced_name_leaves_in_the_action_that_grants_its_slot() -> None:
+    ledger = ledger_with(1, 2)
+    ledger.on_report(0, 0, loaded(1))
+    told = Told()
+    ledger.slot_watch.add(told)
+    assert told.events == ["+a1"], "what is there when it begins to listen"
+    ledger.on_report(0, 0, {**loaded(1), **loaded(2, in_slot=False)})
+    ledger.admit("r2", 2, 0.0)
+    assert told.events == ["+a1", "-a1", "+a2"]
+    ledger.finished("r2", 2)
+    ledger.cancel(2)
+    assert told.events == ["+a1", "-a1", "+a2", "-a2"], "nobody waits for it any more"
+    ledger.on_report(1, 0, loaded(1))
+    assert told.events[4:] == ["+a1"], "the workers had not displaced it"
+
+
+def test_two_ids_of_a_name_are_one_name_in_slots() -> None:
+    ledger = AdapterLedger(2, 2)
+    told = Told()
+    ledger.slot_watch.add(told)
+    digest = bytes(32)
+    both = {i: Loaded(i, "same", digest, (i,), True) for i in (1, 2)}
+    ledger.on_report(0, 0, both)
+    ledger.on_report(0, 0, {2: both[2]})
+    assert told.events == ["+same"]
+    ledger.on_report(0, 0, {})
+    assert told.events == ["+same", "-same"]
