@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elora_connector.tiers.redis import RedisTier
-from tests.support.engine import Engine, engine, lora, prompt
+from tests.support.engine import DEFAULTS, Engine, engine, lora, prompt
 from tests.support.oracle import Oracle
 from tests.support.proxy import SlowProxy
 from tests.support.redis_server import RedisServer
@@ -20,6 +20,7 @@ from tests.support.tiny import TinyModel
 
 pytestmark = pytest.mark.engine
 
+MODEL_LENGTH = DEFAULTS["max_model_len"]
 FOUR_SLOTS_GB = 4 * 64 * 4096 / 1024**3
 """Host memory of four chunks: 4 KiB of KV a token."""
 
@@ -77,6 +78,34 @@ class TestWithoutPrefixCache:
         other = [*text[:100], *prompt(511, 100)]
         forked = live.ask(other)
         assert (forked.tokens, forked.cached) == (oracle(other), 64)
+
+    @pytest.mark.parametrize("length", [MODEL_LENGTH, MODEL_LENGTH + 1, 5000])
+    def test_a_prompt_longer_than_the_model_is_vllms_error_and_costs_nothing(
+        self, live: Engine, tiny: TinyModel, oracle: Oracle, length: int
+    ) -> None:
+        text, tax = prompt(515, 200), lora("tax", 3, tiny.adapters["tax"])
+        want = oracle(text, tax.lora_path)
+        live.ask(text, tax)
+        chunks = live.side.manager.slots.used
+        seen = live.mark()
+        running = live.submit(text, tax)
+        with pytest.raises(Exception, match=rf"maximum (model|context) length .*{MODEL_LENGTH}"):
+            live.submit(prompt(516, length), tax)
+        # Its neighbour in the queue is served, from the host tier as before.
+        answer = live.run()[running]
+        assert (answer.tokens, answer.cached) == (want, 192)
+        assert (seen("lookup_tokens", "tax"), seen("hit_tokens", "host", "tax")) == (200, 192)
+        assert seen("failed_requests") == seen("bypassed_requests") == seen("evictions") == 0
+        assert live.side.manager.slots.used == chunks
+        live.assert_at_rest()
+
+    def test_the_longest_prompt_of_the_model_is_served_and_stored(
+        self, live: Engine, oracle: Oracle
+    ) -> None:
+        text = prompt(517, MODEL_LENGTH - 1)
+        want = oracle(text, n=1)
+        assert [live.ask(text, n=1).cached, live.ask(text, n=1).cached] == [0, 960]
+        assert live.ask(text, n=1).tokens == want
 
 
 class TestWithPrefixCache:
