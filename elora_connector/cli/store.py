@@ -1,0 +1,153 @@
+"""A store as an administrator sees it: one redis-py client per primary.
+
+Nothing here may stop the server for others: keys are found by SCAN, facts of many keys
+are asked for in one pipeline, and values are removed by UNLINK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from elora_connector.cli.output import UsageError
+from elora_connector.config import EloraConfig
+from elora_connector.tiers.redis_failure import StoreError, explain
+from elora_connector.tiers.redis_pool import Endpoint, redact_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_SCAN_COUNT = 1000
+_BATCH = 500
+_PREFIX = b"elora:"
+
+Command = tuple[str | bytes | int, ...]
+
+
+def check_address(config: EloraConfig) -> None:
+    """Raise ConfigError if the store's address or certificates cannot be used; no I/O."""
+    if config.remote_url is not None:
+        _endpoint(config)
+
+
+def _endpoint(config: EloraConfig) -> Endpoint:
+    remote = config.remote
+    return Endpoint(
+        config.remote_url or "",
+        remote.username,
+        remote.password,
+        remote.ca_file,
+        remote.cert_file,
+        remote.key_file,
+    )
+
+
+def require_url(config: EloraConfig) -> str:
+    """The store's URL.  Raises UsageError where none is configured."""
+    if config.remote_url is None:
+        raise UsageError("no store: give --url, or a configuration with remote_url")
+    return config.remote_url
+
+
+class Shard:
+    """One primary: the keys that it holds and the commands that an operator needs."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def size(self) -> int:
+        """Keys of the whole database, ours and others."""
+        return int(self._client.dbsize())
+
+    def call(self, *command: str | bytes | int) -> Any:
+        """One command.  Raises what redis-py raises."""
+        return self._client.execute_command(*command)
+
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Replies in order, an error reply as an exception object in its place."""
+        replies: list[Any] = []
+        for start in range(0, len(commands), _BATCH):
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands[start : start + _BATCH]:
+                pipeline.execute_command(*command)
+            replies += pipeline.execute(raise_on_error=False)
+        return replies
+
+    def scan(self, pattern: str) -> Iterator[list[bytes]]:
+        """Keys that match, in the portions the server gives; a key may come twice."""
+        cursor = 0
+        while True:
+            cursor, keys = self._client.scan(cursor, match=pattern, count=_SCAN_COUNT)
+            yield [key for key in keys if key.startswith(_PREFIX)]
+            if cursor == 0:
+                return
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Store:
+    """All primaries behind one URL.
+
+    Raises:
+        ConfigError: the address cannot be used.
+        UsageError: there is none.
+        StoreError: the store cannot be reached.
+    """
+
+    def __init__(self, config: EloraConfig) -> None:
+        self.label = redact_url(require_url(config))
+        try:
+            self.shards = [Shard(client) for client in _clients(config)]
+        except RedisError as error:
+            # redis-py's own text may quote a login.
+            failure = explain(error)
+            text = f"{self.label}: {failure}"
+            raise StoreError(failure.reason, text, down=failure.down) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def size(self) -> int:
+        """Keys of all primaries, ours and others."""
+        return sum(shard.size() for shard in self.shards)
+
+
+def _clients(config: EloraConfig) -> list[Any]:
+    _endpoint(config)
+    client: Any = redis.Redis.from_url(require_url(config), **_client_options(config))
+    client.execute_command("EXISTS", "elora:hello")
+    return [client]
+
+
+def _client_options(config: EloraConfig) -> dict[str, Any]:
+    remote = config.remote
+    given = {
+        "username": remote.username,
+        "password": remote.password,
+        "ssl_ca_certs": remote.ca_file,
+        "ssl_certfile": remote.cert_file,
+        "ssl_keyfile": remote.key_file,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return options | {
+        "socket_connect_timeout": remote.connect_timeout_ms / 1000,
+        "socket_timeout": remote.operation_timeout_ms / 1000,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+    }
