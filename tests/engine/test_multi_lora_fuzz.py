@@ -2,7 +2,8 @@
 
 Shared prefixes, several turns, cancels at any step, a tiny block pool, a small host tier,
 in-place reloads, restarts of Redis.  The seed is printed; FUZZ_SEED repeats a run,
-FUZZ_REQUESTS makes it longer.
+FUZZ_REQUESTS makes it longer, FUZZ_SETTINGS (JSON) changes the connector's settings and
+FUZZ_TENSOR_PARALLEL=2 runs it on two ranks.
 
 A request that ran across a reload of its own adapter has no right answer (vLLM itself
 mixes the weights); it is run for what it may leave behind, and every later request of
@@ -11,6 +12,7 @@ that adapter is checked.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -30,6 +32,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.redis, pytest.mark.fuzz]
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "20261129"))
+SETTINGS = json.loads(os.environ.get("FUZZ_SETTINGS", "{}"))
+RANKS = int(os.environ.get("FUZZ_TENSOR_PARALLEL", "1"))
 MOST_TOKENS = 400
 MOST_RUNNING = 6
 
@@ -178,9 +182,12 @@ class Fuzz:
 
 
 def test_random_load_gives_the_oracles_tokens(
-    tiny: TinyModel, oracle: Oracle, tmp_path: Path
+    tiny: TinyModel, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    print(f"FUZZ_SEED={SEED} FUZZ_REQUESTS={REQUESTS}")
+    print(f"FUZZ_SEED={SEED} FUZZ_REQUESTS={REQUESTS} {SETTINGS} ranks={RANKS}")
+    if RANKS > 1:
+        # vLLM's CPU workers want a core each, named rank by rank.
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(RANKS))))
     contents = [tiny.adapters["tax"], tiny.adapters["patent"]]
     mutable = AdapterDir(tmp_path / "mutable", contents[0])
     names = ["civil", "legal", "patent"]
@@ -192,6 +199,7 @@ def test_random_load_gives_the_oracles_tokens(
             "lmcache.remote_url": store.url,
             "elora.fetch_deadline_ms": 500,
             "elora.remote.operation_timeout_ms": 500,
+            **SETTINGS,
         }
         with engine(
             tiny.model,
@@ -200,6 +208,7 @@ def test_random_load_gives_the_oracles_tokens(
             num_gpu_blocks_override=40,
             max_num_seqs=4,
             max_num_batched_tokens=128,
+            tensor_parallel_size=RANKS,
         ) as live:
             fuzz = Fuzz(live, adapters, contents, mutable, store, random.Random(SEED))
             fuzz.run(REQUESTS)
