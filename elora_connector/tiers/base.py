@@ -41,6 +41,8 @@ class Health(enum.Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
+    PARTIAL = "partial"
+    """Of several servers some do not answer; calls that need those are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,15 @@ class ValueSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """End of one operation: outcome, a stable `reason` word for metrics, bytes moved."""
+    """End of one operation: outcome, a stable `reason` word for metrics, bytes moved.
+
+    `instead`: ``host:port`` where a node of a cluster says that the key is.
+    """
 
     outcome: Outcome
     reason: str = ""
     nbytes: int = 0
+    instead: str = ""
 
     @property
     def ok(self) -> bool:
@@ -76,11 +82,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`count`: how many of the given groups exist in full, counted from the first."""
+    """`count`: how many of the given groups exist in full, counted from the first.
+
+    `instead`: as in `Result`.
+    """
 
     outcome: Outcome
     count: int = 0
     reason: str = ""
+    instead: str = ""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The remote tier over Redis or Valkey, one standalone server.
+"""The remote tier over one Redis or Valkey server: a fixed one, or Sentinel's primary.
 
 Failures never leave this module as exceptions: they are results with a reason, a log
 line per reason and interval, and a breaker that refuses further calls at once while a
@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from elora_connector.errors import CodecError, ConfigError
 from elora_connector.tiers.base import Health, LookupResult, Outcome, Result, ValueSpec
@@ -29,7 +29,9 @@ from elora_connector.tiers.codec import (
 )
 from elora_connector.tiers.redis_failure import ReplyError, StoreError, explain
 from elora_connector.tiers.redis_link import Link, Reply, pack, pack_set
-from elora_connector.tiers.redis_pool import Endpoint, LinkPool, redact_url
+from elora_connector.tiers.redis_pool import LinkPool
+from elora_connector.tiers.redis_sentinel import endpoint_at
+from elora_connector.tiers.redis_url import redact_url
 
 __all__ = ["RedisTier", "redact_url"]
 
@@ -44,7 +46,8 @@ class RedisTier:
     """Chunk values in Redis; see `RemoteTier` for the contract.
 
     Args:
-        url: redis://, rediss:// or unix://, with user, password and database if needed.
+        url: of one server or of Sentinels (`redis_url`), with user, password and database
+            if needed.
         ttl_s: seconds a value lives after its last write or refresh; None for ever.
         connect_timeout_s: one bound over TCP, TLS and login, also of the constructor.
         operation_timeout_s: one bound over a whole operation on an open connection.
@@ -62,6 +65,8 @@ class RedisTier:
     Raises:
         ConfigError: the settings cannot be used, or the server cannot while not `fail_open`.
     """
+
+    _new_pool: ClassVar[type[LinkPool]] = LinkPool
 
     def __init__(  # noqa: PLR0913 - one setting each, all by keyword
         self,
@@ -83,7 +88,7 @@ class RedisTier:
         delete_limit_per_minute: int = 60,
         breaker: Callable[..., CircuitBreaker] = CircuitBreaker,
     ) -> None:
-        self._endpoint = Endpoint(url, username, password, ssl_ca, ssl_cert, ssl_key)
+        self._endpoint = endpoint_at(url, username, password, ssl_ca, ssl_cert, ssl_key)
         self._ttl_s = ttl_s
         self._timeouts = (connect_timeout_s, operation_timeout_s)
         self._checksum = checksum
@@ -106,7 +111,7 @@ class RedisTier:
             return LookupResult(Outcome.OK)
         found = self._attempt(lambda link: _exists(link, groups))
         if isinstance(found, StoreError):
-            return LookupResult(Outcome.ERROR, reason=found.reason)
+            return LookupResult(Outcome.ERROR, reason=found.reason, instead=found.instead)
         full = (count == len(group) for count, group in zip(found, groups, strict=True))
         return LookupResult(Outcome.OK, sum(takewhile(bool, full)))
 
@@ -119,7 +124,7 @@ class RedisTier:
             if found is None:
                 return Result(Outcome.MISS)
             if isinstance(found, StoreError):
-                return Result(Outcome.ERROR, found.reason)
+                return _failed(found)
             verify_payload(found, view, self._mac_key, require_checksum=self._checksum)
         except CodecError as error:
             if error.ours:
@@ -140,7 +145,7 @@ class RedisTier:
 
         stored = self._attempt(put)
         if isinstance(stored, StoreError):
-            return Result(Outcome.ERROR, stored.reason)
+            return _failed(stored)
         return Result(Outcome.OK, nbytes=spec.nbytes) if stored else Result(Outcome.OK, "exists")
 
     def refresh(self, keys: Sequence[str]) -> Result:
@@ -149,7 +154,7 @@ class RedisTier:
         commands = [b"".join(pack("EXPIRE", key, self._ttl_s) for key in keys)]
         done = self._attempt(lambda link: _all(link, commands, len(keys)))
         if isinstance(done, StoreError):
-            return Result(Outcome.ERROR, done.reason)
+            return _failed(done)
         return Result(Outcome.OK)
 
     def health(self) -> Health:
@@ -194,7 +199,7 @@ class RedisTier:
         self._logged: dict[str, float] = {}
         self._deleted: deque[float] = deque()
         self._breaker = self._new_breaker(on_change=self._changed)
-        self._pool = LinkPool(self._endpoint, self._size, *self._timeouts)
+        self._pool = self._new_pool(self._endpoint, self._size, *self._timeouts)
 
     def _first_contact(self, fail_open: bool) -> None:
         ticket = self._breaker.admit()
@@ -225,7 +230,8 @@ class RedisTier:
         except Exception as error:  # noqa: BLE001 - the contract: a failing store is data
             failure = explain(error)
             self._note(failure)
-            if failure.down and not self._closed:
+            lost = failure.down or self._endpoint.led_astray(failure)
+            if lost and not self._closed:
                 self._breaker.failed(ticket)
             return failure
         self._breaker.succeeded(ticket)
@@ -307,6 +313,10 @@ class RedisTier:
     def _emit(self, event: str, detail: str) -> None:
         if self._on_event is not None:
             self._on_event(event, detail)
+
+
+def _failed(error: StoreError) -> Result:
+    return Result(Outcome.ERROR, error.reason, instead=error.instead)
 
 
 def _exists(link: Link, groups: Sequence[Sequence[str]]) -> list[Reply]:

@@ -16,14 +16,16 @@ class StoreError(EloraError):
     """An operation on the store failed.
 
     `reason` is a word for metrics: timeout, connection, tls, auth, readonly, loading,
-    oom, reply, busy, closed, breaker or internal.  `down` says that the store as a whole
-    is unusable, so the breaker opens.
+    oom, reply, moved, ask, cluster, busy, closed, breaker or internal.  `down` says that
+    the store as a whole is unusable, so the breaker opens.  `instead` is the ``host:port``
+    that a cluster node named with moved or ask.
     """
 
-    def __init__(self, reason: str, message: str, *, down: bool) -> None:
+    def __init__(self, reason: str, message: str, *, down: bool, instead: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.down = down
+        self.instead = instead
 
 
 class LinkClosedError(StoreError):
@@ -45,6 +47,9 @@ _REPLIES: Final[dict[str, tuple[str, bool]]] = {
     "NOPERM": ("auth", False),
     "READONLY": ("readonly", False),
     "OOM": ("oom", False),
+    "CLUSTERDOWN": ("cluster", True),
+    "TRYAGAIN": ("cluster", False),
+    "CROSSSLOT": ("cluster", False),
 }
 """First word of an error reply -> reason, and whether the whole store is unusable."""
 
@@ -55,7 +60,10 @@ _HINTS: Final[dict[str, str]] = {
     "NOPERM": "the ACL of this user does not allow the command or the key",
     "READONLY": "this is a read-only replica; use the primary's address",
     "OOM": "the server is full and evicts nothing; set maxmemory-policy allkeys-lru",
-    "MOVED": "this is a node of a Redis Cluster, and a single server was expected",
+    "MOVED": "this is a node of a Redis Cluster; use a redis-cluster:// URL",
+    "ASK": "this is a node of a Redis Cluster; use a redis-cluster:// URL",
+    "CLUSTERDOWN": "the Redis Cluster does not serve all of its slots",
+    "TRYAGAIN": "the Redis Cluster is moving the keys of this slot",
 }
 
 _LOGIN: Final[tuple[tuple[type[Exception], str, str], ...]] = (
@@ -89,6 +97,10 @@ def _explain_reply(text: str) -> StoreError:
     word = text.split(" ", 1)[0]
     if text.startswith("ERR max number of clients"):
         return StoreError("connection", "the server has no client slot left", down=True)
+    if word in {"MOVED", "ASK"}:
+        return StoreError(
+            word.lower(), _HINTS[word], down=False, instead=text.rsplit(" ", maxsplit=1)[-1][:300]
+        )
     reason, down = _REPLIES.get(word, ("reply", False))
     # Not the server's full text: some errors echo arguments, among them a password.
     return StoreError(reason, _HINTS.get(word, f"error reply {word[:32]!r}"), down=down)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from elora_connector.errors import ConfigError
@@ -27,6 +26,7 @@ from elora_connector.tiers.redis_failure import (
     explain,
 )
 from elora_connector.tiers.redis_link import Link, pack
+from elora_connector.tiers.redis_url import as_redis, redact_url
 
 _CONNECTIONS: dict[type, type] = {
     Connection: PlainConnection,
@@ -34,28 +34,29 @@ _CONNECTIONS: dict[type, type] = {
     UnixDomainSocketConnection: UnixConnection,
 }
 _OPTIONS = {"host", "port", "path", "db", "username", "password", "connection_class"}
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]*)(:\d+)?(/\d*)?")
 _CLOSED_EARLY = (
     "the server closed the connection before its first answer; "
     "a server that expects TLS does this (rediss://)"
 )
 
 
-def redact_url(url: str) -> str:
-    """The URL without user, password and options, for logs and reprs.
+class Dialler(Protocol):
+    """Knows where to connect to.
 
-    Anything that cannot be told apart from a secret with certainty is left out, so a
-    mistyped URL shows little more than its scheme.
+    Attributes:
+        label: the place without secrets, for logs.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "***"
-    credentials, at, place = rest.rpartition("@")
-    place = re.split(r"[?#]", place, maxsplit=1)[0]
-    ambiguous = bool(re.search(r"[?#]", credentials))
-    if ambiguous or not (scheme == "unix" or _PLACE.fullmatch(place)):
-        return f"{scheme}://***"
-    return f"{scheme}://***@{place}" if at else f"{scheme}://{place}"
+
+    @property
+    def label(self) -> str: ...
+
+    def dial(self, deadline: float) -> Link:
+        """A connected, logged-in link; see `Endpoint.dial`."""
+        ...
+
+    def led_astray(self, failure: StoreError) -> bool:
+        """Whether the failure says that another server must be dialled from now on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,27 @@ class Endpoint:
             raise failure from None
         return link
 
+    def ask(self, deadline: float, *command: str) -> Any:
+        """One command on a connection of its own; redis-py's form of the reply.
+
+        Raises:
+            StoreError: as from `dial`, or the server refuses the command.
+        """
+        link = self.dial(deadline)
+        try:
+            link.opened_by.send_command(*command)
+            return link.opened_by.read_response()
+        except ResponseError as error:
+            raise explain(ReplyError(str(error))) from None
+        except (StoreError, OSError, RedisError) as error:
+            raise explain(error) from None
+        finally:
+            link.close()
+
+    def led_astray(self, failure: StoreError) -> bool:
+        """Never: there is only this one server."""
+        return False
+
     def _connection(self, timeout_s: float) -> Any:
         """A redis-py connection, not connected; it leaves the database to `_introduce`."""
         kwargs = self._parsed()
@@ -138,7 +160,7 @@ class Endpoint:
 
     def _parsed(self) -> dict[str, Any]:
         try:
-            kwargs: dict[str, Any] = parse_url(self.url)  # type: ignore[no-untyped-call]
+            kwargs: dict[str, Any] = parse_url(as_redis(self.url))  # type: ignore[no-untyped-call]
         except ValueError:
             # The parser's own message may quote a piece of the password.
             raise ConfigError(
@@ -203,7 +225,7 @@ class LinkPool:
     """
 
     def __init__(
-        self, endpoint: Endpoint, size: int, connect_timeout_s: float, operation_timeout_s: float
+        self, endpoint: Dialler, size: int, connect_timeout_s: float, operation_timeout_s: float
     ) -> None:
         self._endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
