@@ -18,7 +18,8 @@ from redis.retry import Retry
 from elora_connector.cli.output import UsageError
 from elora_connector.config import EloraConfig
 from elora_connector.tiers.redis_failure import StoreError, explain
-from elora_connector.tiers.redis_pool import Endpoint, redact_url
+from elora_connector.tiers.redis_pool import Endpoint
+from elora_connector.tiers.redis_url import redact_url
 
 if TYPE_CHECKING:
     from typing_extensions import Self
