@@ -158,7 +158,10 @@ def _pipeline_with_lora(vllm_config: Any, kv_cache_config: Any) -> str:
         vllm_config.lora_config is not None
         and vllm_config.parallel_config.pipeline_parallel_size > 1
     ):
-        return "pipeline parallelism together with LoRA is not supported"
+        return (
+            "pipeline parallelism together with LoRA is not supported: vLLM skips the warm-up "
+            "that allocates the later stages' inputs and fails at the first step"
+        )
     return ""
 
 
