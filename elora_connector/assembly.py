@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elora_connector.config import EloraConfig
+from elora_connector.core.cost_model import CostSettings, EloraPolicy, SwapOut, Terms
+from elora_connector.core.demand import Demand
 from elora_connector.core.ledger import AdapterLedger, Level
-from elora_connector.core.policy import policy_named
+from elora_connector.core.policy import EvictionPolicy, policy_named
+from elora_connector.core.rates import Rates
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Rank, Tier
 from elora_connector.core.victims import VictimQueue
@@ -31,11 +34,28 @@ class LoraLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How candidates are ranked, and the measurements that this rests on.
+
+    Attributes:
+        policy: for everything that leaves a tier for good.
+        exchange: for an adapter that gives its place to another one.
+        rates, demand: to be fed by the scheduler side.
+    """
+
+    policy: EvictionPolicy
+    exchange: EvictionPolicy
+    rates: Rates
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerParts:
     """What the scheduler side is built from; `ledger` is None without LoRA, `lookup`
     without a remote tier."""
 
     manager: Manager
+    scoring: Scoring
     recorder: Recorder
     ledger: AdapterLedger | None
     lookup: RemoteLookup | None
@@ -67,8 +87,9 @@ def assemble_scheduler(
 ) -> SchedulerParts:
     """Tree, slots, manager, ledger and look-up of one engine's scheduler."""
     slots = host_slots(config, chunk_bytes)
-    tree = DependencyTree(chunk_nbytes=chunk_bytes)
-    victims = VictimQueue(tree, Tier.HOST, policy_named(config.cache_policy.lower()))
+    tree = assemble_tree(config, chunk_bytes)
+    scoring = assemble_scoring(config, tree)
+    victims = VictimQueue(tree, Tier.HOST, scoring.policy)
     put_limit = max(1, config.remote.write_queue_bytes // chunk_bytes)
     manager = Manager(
         tree,
@@ -84,7 +105,32 @@ def assemble_scheduler(
     lookup = None
     if remote is not None:
         lookup = RemoteLookup(remote, ranks, config.remote.ttl_s)
-    return SchedulerParts(manager, recorder, ledger, lookup, len(ranks))
+    return SchedulerParts(manager, scoring, recorder, ledger, lookup, len(ranks))
+
+
+def assemble_tree(config: EloraConfig, chunk_bytes: int) -> DependencyTree:
+    """The tree with visits as the configured policy counts them."""
+    if config.cache_policy != "ELORA":
+        return DependencyTree(chunk_bytes)  # LFU counts every visit alike
+    model = config.cost_model
+    return DependencyTree(chunk_bytes, model.visit_decay_s, model.visit_prior)
+
+
+def assemble_scoring(config: EloraConfig, tree: DependencyTree) -> Scoring:
+    """The configured policy over `tree`."""
+    rates, demand = Rates(lanes=config.remote.io_threads), Demand()
+    if config.cache_policy != "ELORA":
+        policy = policy_named(config.cache_policy.lower())
+        return Scoring(policy, policy, rates, demand)
+    model = config.cost_model
+    settings = CostSettings(
+        tau_s=model.tau_s,
+        token_bytes=max(1, tree.chunk_nbytes) / config.chunk_size,
+        terms=Terms(model.lora_term, model.cost_term, model.visit_term, model.recency_term),
+        swap_out=SwapOut(model.swap_out),
+    )
+    elora = EloraPolicy(tree, rates, demand, settings)
+    return Scoring(elora, elora.for_exchange(), rates, demand)
 
 
 def remote_tier(config: EloraConfig, recorder: Recorder) -> RemoteTier | None:

@@ -166,12 +166,11 @@ class Manager:
             put_from: chunks from this index on also go to the remote tier; None: never.
             limit: most chunks to reserve.
         """
-        path = self.tree.nodes(keys)
-        self.tree.touch(path, now)
         parent: Node = self.tree.adapter(identity, now)
+        self.tree.touch([parent, *self.tree.nodes(keys)], now)
         items: list[Item] = []
         for index, key in enumerate(keys):
-            node = path[index] if index < len(path) else None
+            node = self.tree.find(key)
             if node is not None and node.resident(Tier.HOST):
                 if key in self._fetching:
                     return StorePlan(self._open(JobKind.STORE, identity, items, request_id), index)
@@ -250,7 +249,8 @@ class Manager:
         now: float,
     ) -> Job:
         """Pin ``keys[first:]``, all READY in the host tier, for a copy to the GPU."""
-        self.tree.touch(self.tree.nodes(keys), now)
+        adapter = self.tree.adapter(identity, now)
+        self.tree.touch([adapter, *self.tree.nodes(keys)], now)
         items = []
         for index in range(first, len(keys)):
             node = self.tree.find(keys[index])

@@ -15,12 +15,19 @@ from elora_connector.config.checks import (
     memory_budget,
 )
 from elora_connector.config.load import load_config
-from elora_connector.config.model import EloraConfig, RemoteConfig
+from elora_connector.config.model import (
+    CostModelConfig,
+    EloraConfig,
+    LoadOrRecomputeConfig,
+    RemoteConfig,
+)
 from elora_connector.config.settings import SETTINGS, Setting, markdown_table
 
 __all__ = [
     "SETTINGS",
+    "CostModelConfig",
     "EloraConfig",
+    "LoadOrRecomputeConfig",
     "RemoteConfig",
     "Setting",
     "available_memory_bytes",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from elora_connector.config.model import EloraConfig, RemoteConfig
+from elora_connector.config.model import (
+    CostModelConfig,
+    EloraConfig,
+    LoadOrRecomputeConfig,
+    RemoteConfig,
+)
 from elora_connector.config.settings import OWN, SETTINGS, defaults
 from elora_connector.config.sources import (
     Layer,
@@ -21,6 +26,11 @@ from elora_connector.errors import ConfigError
 
 _REMOTE = OWN + "remote."
 _MIN_MAC_KEY_BYTES = 16
+_SECTIONS: Mapping[str, Callable[..., Any]] = {
+    "remote": RemoteConfig,
+    "cost_model": CostModelConfig,
+    "load_or_recompute": LoadOrRecomputeConfig,
+}
 
 
 def load_config(env: Mapping[str, str], extra: Mapping[str, Any]) -> EloraConfig:
@@ -206,8 +216,11 @@ def _build(
     notes: tuple[str, ...],
 ) -> EloraConfig:
     paths = {SETTINGS[key].path: value for key, value in values.items()}
-    remote = {p.removeprefix("remote."): v for p, v in paths.items() if p.startswith("remote.")}
-    top = {p: v for p, v in paths.items() if not p.startswith("remote.")}
-    return EloraConfig(
-        remote=RemoteConfig(mac_key=mac_key, **remote), origins=origins, warnings=notes, **top
-    )
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    top: dict[str, Any] = {}
+    for path, value in paths.items():
+        section, _, name = path.rpartition(".")
+        (sections[section] if section else top)[name] = value
+    sections["remote"]["mac_key"] = mac_key
+    parts = {name: _SECTIONS[name](**entries) for name, entries in sections.items()}
+    return EloraConfig(origins=origins, warnings=notes, **parts, **top)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -47,6 +48,34 @@ class RemoteConfig:
         return self.max_value_mb * MB
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModelConfig:
+    """Settings of the cost model (`elora.cost_model.*`); meanings in `settings.py`."""
+
+    lora_term: bool
+    cost_term: bool
+    visit_term: bool
+    recency_term: bool
+    tau_s: float
+    visit_half_life_s: float | None
+    visit_prior: float
+    swap_out: str
+
+    @property
+    def visit_decay_s(self) -> float:
+        """Time constant of the decayed visits, in seconds."""
+        half_life = self.visit_half_life_s
+        return math.inf if half_life is None else half_life / math.log(2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOrRecomputeConfig:
+    """Settings of the test by the same name (`elora.load_or_recompute.*`)."""
+
+    enabled: bool
+    margin: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EloraConfig:
     """Every setting, checked; meanings and units in `settings.py`.
@@ -79,7 +108,10 @@ class EloraConfig:
     engines: int
     store: bool
     retrieve: bool
+    dependency_rule: bool
     remote: RemoteConfig
+    cost_model: CostModelConfig
+    load_or_recompute: LoadOrRecomputeConfig
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Origin of every setting that is not a default, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)

@@ -182,9 +182,9 @@ _LMCACHE_SETTINGS = (
     ),
     Setting(
         "cache_policy",
-        Choice(("LRU", "LFU", "FIFO", "MRU")),
-        "LRU",
-        "order in which the host tier gives up chunks",
+        Choice(("ELORA", "LRU", "LFU", "FIFO", "MRU")),
+        "ELORA",
+        "what memory gives up first; ELORA is the cost model of docs/cost_model.md",
     ),
     Setting(
         "pre_caching_hash_algorithm",
@@ -272,6 +272,55 @@ _OWN_SETTINGS = (
         Whole(1),
         1,
         "vLLM engines on this host, for the check of the memory budget",
+    ),
+    Setting(
+        "elora.dependency_rule",
+        Flag(),
+        True,
+        "evict leaves of the dependency tree only; false (for experiments) lets chunks be "
+        "stranded behind a gap, where they take room but cannot be used",
+    ),
+    Setting(
+        "elora.cost_model.lora_term",
+        Flag(),
+        True,
+        "factor of the cost model: adapters on the GPU against those the batches need",
+    ),
+    Setting("elora.cost_model.cost_term", Flag(), True, "its factor: seconds to bring back"),
+    Setting("elora.cost_model.visit_term", Flag(), True, "its factor: how often it is used"),
+    Setting("elora.cost_model.recency_term", Flag(), True, "its factor: how long it was idle"),
+    Setting("elora.cost_model.tau_s", Number(), 60.0, "unit of idle time", "s"),
+    Setting(
+        "elora.cost_model.visit_half_life_s",
+        Maybe(Number()),
+        300.0,
+        "a visit this long ago counts half; null: visits never fade",
+        "s",
+    ),
+    Setting(
+        "elora.cost_model.visit_prior",
+        Number(zero=True),
+        1.0,
+        "visits that new KV is taken to have had",
+    ),
+    Setting(
+        "elora.cost_model.swap_out",
+        Choice(("kept", "literal")),
+        "kept",
+        "how the adapters on the GPU are counted when one is about to leave: with it and with "
+        "a floor, or without it as the paper's text says",
+    ),
+    Setting(
+        "elora.load_or_recompute.enabled",
+        Flag(),
+        True,
+        "do not load what is recomputed faster, by measured speeds",
+    ),
+    Setting(
+        "elora.load_or_recompute.margin",
+        Number(),
+        2.0,
+        "load unless it would take longer than recomputing by more than this factor",
     ),
     Setting("elora.store", Flag(), True, "put computed chunks into the host and remote tiers"),
     Setting("elora.retrieve", Flag(), True, "take chunks from the host and remote tiers"),

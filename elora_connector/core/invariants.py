@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from elora_connector.core.leaves import next_copy
 from elora_connector.core.node import NO_SLOT, NOT_LISTED, TIERS, AdapterNode, Node, NodeKind
 from elora_connector.core.tree import DependencyTree, needs_parent, needs_to_stay
 from elora_connector.core.types import Residency, Tier
@@ -104,14 +105,11 @@ def _check_children(tree: DependencyTree, nodes: list[Node]) -> None:
 def _check_tables(tree: DependencyTree, nodes: list[Node]) -> None:
     known = set(nodes)
     for tier in TIERS:
-        table = tree.leaves[tier]
-        visits = table.visits(tree.clock.base)
-        for row, node in enumerate(table.nodes):
+        for row, node in enumerate(tree.leaves[tier].nodes):
             _demand(node in known, "I3", f"{node!r} left the tree but is listed in {tier.name}")
             _demand(node.rows[tier] == row, "I3", f"{node!r} points to another row than {row}")
             _demand(not node.pins, "I2", f"{node!r} is pinned and listed in {tier.name}")
             _demand(node.ready(tier), "I2", f"{node!r} is not READY and listed in {tier.name}")
-            _check_row(tree, tier, row, float(visits[row]))
         for node in nodes:
             leaf = node.ready(tier) and not node.pins and not node.resident_children[tier]
             _demand(
@@ -122,6 +120,10 @@ def _check_tables(tree: DependencyTree, nodes: list[Node]) -> None:
     for node in nodes:
         listed = sum(row != NOT_LISTED for row in node.rows)
         _demand(node.listed == listed, "I3", f"{node!r} listed {listed} times, says {node.listed}")
+    for tier in TIERS:
+        visits = tree.leaves[tier].visits(tree.clock.base)
+        for row, visited in enumerate(visits.tolist()):
+            _check_row(tree, tier, row, visited)
 
 
 def _check_row(tree: DependencyTree, tier: Tier, row: int, visits: float) -> None:
@@ -134,6 +136,7 @@ def _check_row(tree: DependencyTree, tier: Tier, row: int, visits: float) -> Non
         table.seq[row],
         table.adapter[row],
         table.is_adapter[row],
+        table.copy[row],
     )
     facts = (
         node.last_use,
@@ -142,6 +145,7 @@ def _check_row(tree: DependencyTree, tier: Tier, row: int, visits: float) -> Non
         node.seq,
         node.adapter.index if node.adapter else -1,
         node.kind is NodeKind.ADAPTER,
+        next_copy(node, tier),
     )
     _demand(columns == facts, "I3", f"{node!r} is listed in {tier.name} with {columns}: {facts}")
 

@@ -14,13 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elora_connector.core.node import NOT_LISTED, Node, NodeKind
-from elora_connector.core.types import Tier
+from elora_connector.core.types import Residency, Tier
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 _FIRST_CAPACITY: Final = 64
+
+_READY: Final = Residency.READY
+
+NO_COPY: Final = -1
+"""In the column `copy`: the bytes are in no tier further away from the GPU."""
 
 
 class VisitClock:
@@ -65,6 +70,7 @@ class LeafTable:
     __slots__ = (
         "_adapter",
         "_clock",
+        "_copy",
         "_is_adapter",
         "_last",
         "_nbytes",
@@ -87,6 +93,7 @@ class LeafTable:
         self._seq: IntArray = np.empty(_FIRST_CAPACITY, np.int64)
         self._adapter: IntArray = np.empty(_FIRST_CAPACITY, np.int64)
         self._is_adapter: BoolArray = np.empty(_FIRST_CAPACITY, np.bool_)
+        self._copy: NDArray[np.int8] = np.empty(_FIRST_CAPACITY, np.int8)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -115,6 +122,11 @@ class LeafTable:
     def is_adapter(self) -> BoolArray:
         """True where the row is an adapter, not a chunk."""
         return self._is_adapter[: len(self.nodes)]
+
+    @property
+    def copy(self) -> NDArray[np.int8]:
+        """Nearest tier further away where the bytes are READY too, or NO_COPY."""
+        return self._copy[: len(self.nodes)]
 
     def visits(self, now: float) -> FloatArray:
         """Decayed visit counts at `now` (a new array)."""
@@ -149,6 +161,7 @@ class LeafTable:
         """Copy every node's weight again (the visit clock was rebased)."""
         for row, node in enumerate(self.nodes):
             self._weight[row] = node.weight
+        self.changes += 1
 
     def fill(self, nodes: Iterable[Node]) -> None:
         """Make this a scratch table of `nodes`, not linked from them.
@@ -182,6 +195,7 @@ class LeafTable:
         self._seq[row] = node.seq
         self._adapter[row] = -1 if node.adapter is None else node.adapter.index
         self._is_adapter[row] = node.kind is NodeKind.ADAPTER
+        self._copy[row] = next_copy(node, self.tier)
 
     def _columns(self) -> tuple[NDArray[np.generic], ...]:
         return (
@@ -191,6 +205,7 @@ class LeafTable:
             self._seq,
             self._adapter,
             self._is_adapter,
+            self._copy,
         )
 
     def _grow(self) -> None:
@@ -201,3 +216,12 @@ class LeafTable:
         self._seq = np.concatenate((self._seq, np.empty_like(self._seq)))
         self._adapter = np.concatenate((self._adapter, np.empty_like(self._adapter)))
         self._is_adapter = np.concatenate((self._is_adapter, np.empty_like(self._is_adapter)))
+        self._copy = np.concatenate((self._copy, np.empty_like(self._copy)))
+
+
+def next_copy(node: Node, tier: Tier) -> int:
+    """Nearest tier beyond `tier` where `node` is READY, or NO_COPY."""
+    for further in range(tier + 1, len(node.state)):
+        if node.state[further] is _READY:
+            return further
+    return NO_COPY

@@ -35,11 +35,23 @@ class DependencyTree:
     Args:
         chunk_nbytes: default size of a chunk over one rank.
         visit_decay_s: time constant of the decayed visit counts; inf counts visits.
+        visit_prior: visits that a new node is taken to have had, though never more than
+            its parent had.
     """
 
-    def __init__(self, chunk_nbytes: int = 0, visit_decay_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        chunk_nbytes: int = 0,
+        visit_decay_s: float = math.inf,
+        visit_prior: float = 0.0,
+    ) -> None:
+        if not visit_prior >= 0:
+            raise ValueError(f"visit_prior must not be negative, got {visit_prior}")
         self.chunk_nbytes = chunk_nbytes
+        self.visit_prior = visit_prior
         self.clock = VisitClock(visit_decay_s)
+        self.adapter_changes = 0
+        """Raised when an adapter came, went, or changed its residency or size."""
         self.leaves: tuple[LeafTable, ...] = tuple(LeafTable(t, self.clock) for t in TIERS)
         self._seq = 0
         self._next_adapter = 0
@@ -147,8 +159,10 @@ class DependencyTree:
                 seq=self._take_seq(),
                 now=now,
             )
+            node.weight = self._first_weight(now)
             self._next_adapter += 1
             self._adapters[identity] = node
+            self.adapter_changes += 1
         return node
 
     def forget_adapter(self, node: AdapterNode) -> None:
@@ -162,6 +176,7 @@ class DependencyTree:
             raise InvariantError(f"I1: {node!r} is in use and cannot be forgotten")
         del self._adapters[node.identity]
         node.parent = None
+        self.adapter_changes += 1
 
     def add(self, parent: Node, key: ChunkKey, now: float, nbytes: int | None = None) -> Node:
         """Get or create the chunk `key` under `parent`, ABSENT in every tier.
@@ -185,6 +200,8 @@ class DependencyTree:
             seq=self._take_seq(),
             now=now,
         )
+        # Never above the parent: Eval must not rise along a path.
+        node.weight = min(self._first_weight(now), parent.weight)
         self._index[key] = node
         if parent.children is None:
             parent.children = {}
@@ -215,6 +232,8 @@ class DependencyTree:
                 self._used[node.kind][tier] += nbytes - node.nbytes
         node.nbytes = nbytes
         self._facts_changed(node)
+        if node.kind is not _CHUNK:
+            self.adapter_changes += 1
 
     def reset(self) -> None:
         """Drop everything.  Nodes that jobs still hold become detached."""
@@ -224,6 +243,7 @@ class DependencyTree:
         for table in self.leaves:
             table.clear()
         self._clear()
+        self.adapter_changes += 1
 
     # Residency
 
@@ -263,6 +283,7 @@ class DependencyTree:
         self._require_parent(node, tier, _READY)
         if state is _PENDING:
             node.state[tier] = _READY
+            self._moved(node)
         elif tier is _HOST and node.kind is _CHUNK:
             raise InvariantError(f"I5: {node!r} was not prepared in HOST")
         else:
@@ -283,6 +304,7 @@ class DependencyTree:
         self._require_evictable(node, tier)
         self._unlist(node, tier)
         node.state[tier] = _ABSENT
+        self._moved(node)
         if tier is _HOST:
             node.slot = NO_SLOT
             node.generation = 0
@@ -296,11 +318,19 @@ class DependencyTree:
 
     def _enter(self, node: Node, tier: Tier, state: Residency) -> None:
         node.state[tier] = state
+        self._moved(node)
         self._used[node.kind][tier] += node.nbytes
         self._resident[node.kind][tier] += 1
         parent = self._require_attached(node)
         parent.resident_children[tier] += 1
         self._unlist(parent, tier)
+
+    def _moved(self, node: Node) -> None:
+        """A residency changed: rows in other tiers' tables say where else the bytes are."""
+        if node.kind is not _CHUNK:
+            self.adapter_changes += 1
+        if node.listed:
+            self._update_rows(node)
 
     # Use
 
@@ -335,16 +365,21 @@ class DependencyTree:
         Pass the whole path, adapter first: a parent that is visited less often than its
         child would be ranked below it.
         """
-        clock = self.clock
-        if clock.exponent(now) > clock.MAX_EXPONENT:
-            self._rebase(now)
-        gain = clock.gain(now)
+        gain = self._gain(now)
         for node in nodes:
             node.last_use = now
             node.weight += gain
             node.version += 1
             if node.listed:
                 self._update_rows(node)
+
+    def _gain(self, now: float) -> float:
+        if self.clock.exponent(now) > self.clock.MAX_EXPONENT:
+            self._rebase(now)
+        return self.clock.gain(now)
+
+    def _first_weight(self, now: float) -> float:
+        return self.visit_prior * self._gain(now) if self.visit_prior else 0.0
 
     def _rebase(self, now: float) -> None:
         scale = self.clock.scale(now)

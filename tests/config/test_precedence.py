@@ -22,7 +22,9 @@ def test_defaults_come_from_the_table() -> None:
 
     assert config.chunk_size == 256
     assert config.save_decode_cache is True
-    assert config.cache_policy == "LRU"
+    assert config.cache_policy == "ELORA"
+    assert config.cost_model.tau_s == 60
+    assert config.load_or_recompute.enabled is True
     assert config.remote.ttl_s == 86400
     assert config.fetch_deadline_ms == 10_000
     assert config.warnings == ()
@@ -133,12 +135,15 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "local_cpu": st.just(True),
     "save_decode_cache": st.booleans(),
     "max_local_cpu_size": st.floats(0.01, 1e4),
-    "cache_policy": st.sampled_from(["LRU", "LFU", "FIFO", "MRU"]),
+    "cache_policy": st.sampled_from(["ELORA", "LRU", "LFU", "FIFO", "MRU"]),
     "remote_url": st.none() | st.just("redis://h:1"),
     "elora.residency": st.sampled_from(["gpu", "host"]),
     "elora.pin_share": st.floats(0.001, 1),
     "elora.model_id": st.none() | st.just("m"),
     "elora.remote.ttl_s": st.none() | st.integers(1, 10**9),
+    "elora.cost_model.visit_half_life_s": st.none() | st.floats(0.1, 1e6),
+    "elora.cost_model.swap_out": st.sampled_from(["kept", "literal"]),
+    "elora.load_or_recompute.margin": st.floats(0.1, 100),
     "elora.remote.fail_open": st.booleans(),
 }
 
