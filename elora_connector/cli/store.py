@@ -89,6 +89,17 @@ class Shard:
             if cursor == 0:
                 return
 
+    def unlink(self, keys: Sequence[bytes]) -> int:
+        """Remove keys without making the server wait; how many there were.
+
+        One key a command: in a cluster, keys of one node may still be in several slots.
+        """
+        replies = self.ask([("UNLINK", key) for key in keys])
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return sum(replies)
+
     def close(self) -> None:
         self._client.close()
 
@@ -123,6 +134,10 @@ class Store:
     ) -> None:
         for shard in self.shards:
             shard.close()
+
+    def has(self, key: bytes) -> bool:
+        """Does any primary hold this key?"""
+        return any(shard.ask([("EXISTS", key)]) == [1] for shard in self.shards)
 
     def size(self) -> int:
         """Keys of all primaries, ours and others."""
