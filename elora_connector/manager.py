@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from elora_connector.core.node import Node, NodeKind
+from elora_connector.core.policy import EvictionPolicy
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import ChunkKey, Identity, Residency, Tier
 from elora_connector.core.victims import VictimQueue
@@ -118,6 +119,11 @@ class Manager:
         self._wait_pins: Counter[ChunkKey] = Counter()
         self.evictions = 0
         self.stale_reports = 0
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """What chunks are worth, in every tier."""
+        return self._victims.policy
 
     # ---- look-up (no state change) ----------------------------------------------
 

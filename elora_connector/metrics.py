@@ -53,6 +53,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("remote_operations", "Operations on the remote tier", "operation", "outcome"),
     _counter("remote_errors", "Remote operations that failed, or bytes refused", "reason"),
     _counter("unhashed_blocks", "Cached GPU blocks dropped after an adapter changed"),
+    _counter("victims_ordered", "Cached GPU blocks put in front of vLLM's free list"),
     _counter("adapter_loads", "Adapter orders finished by one rank", "outcome"),
     _counter("adapter_load_seconds", "Seconds spent loading adapters by one rank"),
     _counter("load_failures", "Loads into the GPU that failed and were recomputed"),
@@ -61,6 +62,12 @@ METRICS: tuple[Metric, ...] = (
     _gauge("host_chunks", "Chunks resident in the host tier"),
     _gauge("host_capacity_chunks", "Slots of the host tier"),
     _gauge("resident_adapters", "Adapters with resident weights", "tier"),
+    _gauge("dormant_blocks", "Free GPU blocks with KV of adapters that are in no GPU slot"),
+    _gauge(
+        "invalid_kv_ratio",
+        "Dormant blocks (all, or those that would be reused after a valid one) of cached ones",
+        "kind",
+    ),
     _gauge("remote_degraded", "1 while the remote tier is not answering"),
 )
 

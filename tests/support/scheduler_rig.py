@@ -38,6 +38,7 @@ from tests.support.rig_bytes import (
     RigIO,
     Sizes,
 )
+from tests.support.rig_gpu import GpuWatch
 from tests.support.rig_setup import (
     ADAPTERS,
     ASYNC,
@@ -169,6 +170,7 @@ class Rig:
             }
             self._config.kv_transfer_config = transfer_config(extra | dict(settings or {}))
         self.scheduler = self._make_scheduler(num_blocks)
+        self.gpu = GpuWatch(self.scheduler.kv_cache_manager.block_pool, self._slotted)
         self.side = self.scheduler.connector.elora_scheduler_side if connector else None
         if self.side is not None:
             self._take_over()
@@ -432,8 +434,28 @@ class Rig:
     def ledger(self) -> Any:
         return self.side._adapters.ledger
 
+    def _slotted(self) -> frozenset[str]:
+        """Adapters in GPU slots: as the ledger counts, without connector as rank 0 has them."""
+        if self.side is not None:
+            return self.ledger.slot_watch.names
+        return frozenset(n for n in ADAPTERS if self.ranks[0].adapters.in_slot(id_of(n)))
+
+    def check_gpu(self) -> None:
+        """I7, and our view of vLLM's block pool, by what was seen from outside."""
+        view = self.side.gpu
+        if view is None:
+            return
+        view.check()
+        watch = self.gpu
+        assert not watch.wrong, f"I7: {watch.wrong} takes before a worse block, {watch.taken}"
+        assert not watch.orphans, f"{watch.orphans} blocks lost their parent"
+        names = ["", *self.side.pool.names]
+        ours = {b: names[view.table.owner[b]] for b in watch.owners()}
+        assert ours == watch.owners(), "a block has another owner than we think"
+
     def check(self) -> None:
         """Every invariant of the scheduler side."""
+        self.check_gpu()
         manager = self.side.manager
         check_tree(manager.tree, {Tier.HOST: manager.slots.capacity * manager.tree.chunk_nbytes})
         manager.check()

@@ -42,8 +42,9 @@ class PoolView:
 
     def __init__(self, pool: Any, pin_share: float) -> None:
         self._pool = pool
-        self._owner = np.zeros(len(pool.blocks), dtype=np.int32)
-        self._names: dict[str, int] = {}
+        self.owner = np.zeros(len(pool.blocks), dtype=np.int32)
+        """Index of the adapter name that had each block last, 0: nobody."""
+        self.names: dict[str, int] = {}
         self._pinned: dict[int, list[Any]] = {}
         self.pinned = 0
         self.pin_limit = int(pin_share * len(pool.blocks))
@@ -61,8 +62,11 @@ class PoolView:
 
     def own(self, name: str, block_ids: Iterable[int]) -> None:
         """These blocks belong to a request of adapter `name` from now on."""
-        index = self._names.setdefault(name, len(self._names) + 1)
-        self._owner[list(block_ids)] = index
+        self.owner[list(block_ids)] = self.index(name)
+
+    def index(self, name: str) -> int:
+        """Index of an adapter name in `owner`; new names get one."""
+        return self.names.setdefault(name, len(self.names) + 1)
 
     def drop(self, name: str) -> int:
         """Un-hash every cached block of an adapter name, running requests' ones too.
@@ -70,10 +74,10 @@ class PoolView:
         Returns:
             How many blocks left the prefix cache.
         """
-        index = self._names.get(name, _NO_OWNER)
+        index = self.names.get(name, _NO_OWNER)
         if index == _NO_OWNER:
             return 0
-        ids = np.flatnonzero(self._owner == index).tolist()
+        ids = np.flatnonzero(self.owner == index).tolist()
         return self.unhash(ids)
 
     def unhash(self, block_ids: Iterable[int]) -> int:

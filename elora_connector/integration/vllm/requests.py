@@ -52,6 +52,7 @@ class RequestTracker:
         adapter_since: since when it waits for its adapter to load, None while it does not.
         restore_skip: its `skip_reading_prefix_cache` is lifted while it waits.
         load_ordered: the promised load is short enough for the forward to wait for it.
+        gpu_chunks: leading chunks whose GPU blocks are known to belong to them.
         host_before: chunks the host tier had when it began to wait for the remote one.
         checks_adapter: it asked for a look at its adapter's files (`load_inplace`).
     """
@@ -84,6 +85,7 @@ class RequestTracker:
     restore_skip: bool = False
     load_ordered: bool = True
     host_before: int | None = None
+    gpu_chunks: int = 0
 
     @property
     def id(self) -> str:

@@ -22,6 +22,7 @@ from elora_connector.integration.vllm.adapter_side import AdapterSide
 from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.fetching import RemoteWaits
 from elora_connector.integration.vllm.geometry import Geometry
+from elora_connector.integration.vllm.gpu_view import GpuView
 from elora_connector.integration.vllm.metadata import (
     LoadOrder,
     RankReport,
@@ -71,6 +72,7 @@ class SchedulerSide:
         self.manager = parts.manager
         self.recorder = parts.recorder
         self.pool: PoolView | None = None
+        self.gpu: GpuView | None = None
         self._stores = producer and config.store
         self._retrieves = consumer and config.retrieve
         self._clock = clock
@@ -107,6 +109,16 @@ class SchedulerSide:
         self._planner.pool = self.pool
         if self._adapters is not None:
             self._adapters.pool = self.pool
+        if pool.enable_caching:
+            self.gpu = GpuView(
+                pool,
+                self.pool,
+                self.manager,
+                None if self._adapters is None else self._adapters.ledger,
+                self.recorder,
+                blocks_per_chunk=self.geometry.blocks_per_chunk,
+                checks=self.config.check_invariants,
+            )
 
     # ---- requests ------------------------------------------------------------------
 
@@ -190,11 +202,14 @@ class SchedulerSide:
         """
         tracker = self._trackers[request.request_id]
         now = self._clock()
+        known = len(tracker.blocks)
         if not tracker.admitted:
             self._admit(tracker)
         tracker.blocks = list(block_ids)
         if self._adapters is not None:
             self._adapters.got_blocks(tracker, tracker.blocks)
+        if self.gpu is not None:
+            self._note_hits(tracker, known, self.gpu)
         if external > 0:
             self._plan_load(tracker, external, now)
         self.manager.release(tracker.id)
@@ -207,8 +222,10 @@ class SchedulerSide:
         self.manager.release(tracker.id)
         if self._remote is not None:
             self._remote.forget(tracker)
-        if tracker.admitted and self._may_store(tracker):
-            self._planner.ended(tracker)
+        if tracker.admitted:
+            self._note_chunks(tracker, 0)
+            if self._may_store(tracker):
+                self._planner.ended(tracker)
         if self._adapters is not None:
             self._adapters.finished(tracker)
 
@@ -238,6 +255,8 @@ class SchedulerSide:
             ]
         if self._adapters is not None:
             self._adapters.fill(step)
+        if self.gpu is not None:
+            self.gpu.before_step(now, len(scheduler_output.num_scheduled_tokens) + 1)
         if self.config.check_invariants:
             self._check()
         return step
@@ -355,7 +374,7 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.preempted(tracker)
         tracker.tainted = False
-        tracker.blocks = []
+        tracker.blocks, tracker.gpu_chunks = [], 0
         tracker.wait, tracker.lookup, tracker.fetch_from = RemoteWait.NOT_ASKED, None, None
         tracker.host_before = None
         tracker.jobs = set()
@@ -394,6 +413,14 @@ class SchedulerSide:
 
     # ---- inside: stores --------------------------------------------------------------
 
+    def _note_hits(self, tracker: RequestTracker, known: int, gpu: GpuView) -> None:
+        """Which chunks the blocks hold that vLLM had, and those that are about to be loaded."""
+        local, external = tracker.promised
+        gpu.given(tracker, known or local // self.geometry.block_size)
+        hits = (local + external) // self.geometry.chunk_size
+        if hits and tracker.identity is not None and not tracker.bypass:
+            gpu.complete(tracker, self._keys(tracker, tracker.identity)[:hits])
+
     def _grow_tables(self, cached: Any) -> None:
         """New blocks of running requests; resumed ones came through `allocated`."""
         resumed = cached.resumed_req_ids
@@ -404,6 +431,8 @@ class SchedulerSide:
             tracker.blocks.extend(new_blocks[0])
             if self._adapters is not None:
                 self._adapters.got_blocks(tracker, new_blocks[0])
+            if self.gpu is not None:
+                self.gpu.given(tracker, len(tracker.blocks) - len(new_blocks[0]))
 
     def _plan_stores(self, scheduler_output: Any, step: StepMetadata, now: float) -> None:
         if not self._stores:
@@ -413,6 +442,7 @@ class SchedulerSide:
             if tracker is None or not self._planner.due(tracker, scheduled):
                 continue
             if self._may_store(tracker):
+                self._note_chunks(tracker, scheduled)
                 try:
                     order = self._planner.plan(tracker, scheduled, self._root(tracker), now)
                 except InvariantError as error:
@@ -420,6 +450,15 @@ class SchedulerSide:
                     return
                 if order is not None:
                     step.stores.append(order)
+
+    def _note_chunks(self, tracker: RequestTracker, scheduled: int) -> None:
+        """Which chunks the request's blocks hold, all it has computed by the end of the step."""
+        if self.gpu is None or tracker.identity is None or tracker.bypass or tracker.tainted:
+            return
+        chunks = self._planner.full_chunks(tracker, scheduled)
+        if chunks > tracker.gpu_chunks:
+            size = self.geometry.chunk_size
+            self.gpu.complete(tracker, tracker.keys_upto(self._root(tracker), size, chunks))
 
     def _may_store(self, tracker: RequestTracker) -> bool:
         if not tracker.stores or tracker.bypass or tracker.tainted or tracker.identity is None:
@@ -496,3 +535,5 @@ class SchedulerSide:
     def _check(self) -> None:
         check_tree(self.manager.tree)
         self.manager.check()
+        if self.gpu is not None:
+            self.gpu.check()
