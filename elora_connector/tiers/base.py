@@ -2,10 +2,10 @@
 
 Four questions, answered once for every implementation:
 
-* Does a call change state?  `read_into` and `leading` do not; the others do.
-* When is the result safe to use?  `read_into` returns OK only after header,
-  length, checksum and (if configured) MAC agreed; before that the destination
-  must be treated as garbage.
+* Does a call change state?  Reads and `leading` do not; the others do.
+* When is the result safe to use?  A read is OK only after header, length,
+  checksum and (if configured) MAC agreed; before that the destination must be
+  treated as garbage.
 * What on zero or too much?  Empty input gives an empty result without I/O; a
   value larger than its destination is BAD, never a partial read.
 * Which thread calls it?  I/O threads only, several at once; never vLLM's own.
@@ -17,7 +17,7 @@ A failing store is data, not an exception: every call returns a result whose
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,6 +61,10 @@ class ValueSpec:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+Item = tuple[ValueSpec, memoryview]
+"""A value and its payload's place: the source of a write, the destination of a read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,23 @@ class RemoteTier(Protocol):
 
     def write(self, spec: ValueSpec, payload: memoryview) -> Result:
         """Store one value with the configured TTL unless the key exists (both are OK)."""
+        ...
+
+    def read_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        """`read_into` for many: a result for each item, in order, as soon as it is known.
+
+        Several values are on their way at once, within a bound of count and bytes.  An
+        item is taken from `items` only when there is room, so ending the iterable ends
+        the batch; taking one must not block.  A value that fails does not stop those
+        behind it.  Closing the iterator gives up what is on its way.
+        """
+        ...
+
+    def write_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        """`write` for many, as `read_many`.
+
+        Values are sent in order, but one may be stored although one before it failed.
+        """
         ...
 
     def refresh(self, keys: Sequence[str]) -> Result:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from elora_connector.tiers.base import Health, LookupResult, RemoteTier, Result, ValueSpec
+from elora_connector.tiers.base import (
+    Health,
+    Item,
+    LookupResult,
+    RemoteTier,
+    Result,
+    ValueSpec,
+)
 
 Observe = Callable[[str, Result | LookupResult, float], None]
 """Called with the operation, its result and its duration in seconds, on the I/O thread."""
@@ -14,6 +21,8 @@ Observe = Callable[[str, Result | LookupResult, float], None]
 class InstrumentedTier:
     """Same interface as `inner`; `observe` sees leading, read_into, write and refresh.
 
+    The values of a batch are seen one by one, each with the time that its result was
+    waited for, so that the seconds of a batch add up to its duration.
     `observe` must not raise and must not block, since an I/O thread waits for it.
     """
 
@@ -40,6 +49,12 @@ class InstrumentedTier:
     def write(self, spec: ValueSpec, payload: memoryview) -> Result:
         return self._timed("write", lambda: self._inner.write(spec, payload))
 
+    def read_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return self._each("read_into", self._inner.read_many(items))
+
+    def write_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return self._each("write", self._inner.write_many(items))
+
     def refresh(self, keys: Sequence[str]) -> Result:
         return self._timed("refresh", lambda: self._inner.refresh(keys))
 
@@ -54,3 +69,10 @@ class InstrumentedTier:
         result = call()
         self._observe(op, result, self._clock() - start)
         return result
+
+    def _each(self, op: str, results: Iterator[Result]) -> Iterator[Result]:
+        start = self._clock()
+        for result in results:
+            self._observe(op, result, self._clock() - start)
+            yield result
+            start = self._clock()

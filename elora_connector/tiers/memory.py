@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from elora_connector.errors import CodecError
-from elora_connector.tiers.base import Health, LookupResult, Outcome, Result, ValueSpec
+from elora_connector.tiers.base import (
+    Health,
+    Item,
+    LookupResult,
+    Outcome,
+    Result,
+    ValueSpec,
+)
 from elora_connector.tiers.codec import (
     HEADER_BYTES,
     decode_header,
@@ -98,6 +105,12 @@ class MemoryTier:
                 return Result(Outcome.OK, "exists")
             self._entries[spec.key] = self._entry(value)
         return Result(Outcome.OK, nbytes=spec.nbytes)
+
+    def read_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return (self.read_into(spec, dest) for spec, dest in items)
+
+    def write_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return (self.write(spec, payload) for spec, payload in items)
 
     def refresh(self, keys: Sequence[str]) -> Result:
         if self._closed:

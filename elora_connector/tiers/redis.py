@@ -13,25 +13,27 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import ClassVar, Final, TypeVar
 
-from elora_connector.errors import CodecError, ConfigError
-from elora_connector.tiers.base import Health, LookupResult, Outcome, Result, ValueSpec
-from elora_connector.tiers.breaker import CircuitBreaker
-from elora_connector.tiers.codec import (
-    HEADER_BYTES,
-    Header,
-    decode_header,
-    encode_header,
-    verify_payload,
+from elora_connector.errors import ConfigError
+from elora_connector.tiers.base import (
+    Health,
+    Item,
+    LookupResult,
+    Outcome,
+    Result,
+    ValueSpec,
 )
+from elora_connector.tiers.breaker import CircuitBreaker
 from elora_connector.tiers.redis_failure import ReplyError, StoreError, explain
-from elora_connector.tiers.redis_link import Link, Reply, pack, pack_set
+from elora_connector.tiers.redis_link import Link, Reply, pack
+from elora_connector.tiers.redis_pipeline import Guard, Pipeline, Window
 from elora_connector.tiers.redis_pool import LinkPool
 from elora_connector.tiers.redis_sentinel import endpoint_at
 from elora_connector.tiers.redis_url import redact_url
+from elora_connector.tiers.redis_values import Exchange, Reading, Seal, Writing
 
 __all__ = ["RedisTier", "redact_url"]
 
@@ -40,6 +42,9 @@ T = TypeVar("T")
 
 _LOG_INTERVAL_S: Final = 60.0
 _MINUTE_S: Final = 60.0
+_WINDOW: Final = Window(count=8, nbytes=8 * 1024 * 1024)
+_MISFIT: Final = Result(Outcome.BAD, "length")
+"""The buffer is not of the size that the value has."""
 
 
 class RedisTier:
@@ -57,6 +62,7 @@ class RedisTier:
         ssl_ca, ssl_cert, ssl_key: PEM files for rediss://.
         fail_open: start without Redis and wait for it in the background; else raise.
         max_connections: upper bound of open connections.
+        window: bounds of what is on its way over each of them.
         on_event: called with ("breaker", state), ("error", reason) or
             ("delete", "done" | "limited" | "failed"), on the thread where it happened;
             it must not raise.
@@ -84,6 +90,7 @@ class RedisTier:
         ssl_key: str | None = None,
         fail_open: bool = True,
         max_connections: int = 8,
+        window: Window = _WINDOW,
         on_event: Callable[[str, str], None] | None = None,
         delete_limit_per_minute: int = 60,
         breaker: Callable[..., CircuitBreaker] = CircuitBreaker,
@@ -91,8 +98,8 @@ class RedisTier:
         self._endpoint = endpoint_at(url, username, password, ssl_ca, ssl_cert, ssl_key)
         self._ttl_s = ttl_s
         self._timeouts = (connect_timeout_s, operation_timeout_s)
-        self._checksum = checksum
-        self._mac_key = mac_key
+        self._seal = Seal(checksum, mac_key)
+        self._window = window
         self._size = max_connections
         self._on_event = on_event
         self._delete_limit = delete_limit_per_minute
@@ -116,37 +123,24 @@ class RedisTier:
         return LookupResult(Outcome.OK, sum(takewhile(bool, full)))
 
     def read_into(self, spec: ValueSpec, dest: memoryview) -> Result:
-        if dest.nbytes != spec.nbytes:
-            return Result(Outcome.BAD, "length")
-        view = dest.cast("B")
-        try:
-            found = self._attempt(lambda link: _receive(link, spec, view))
-            if found is None:
-                return Result(Outcome.MISS)
-            if isinstance(found, StoreError):
-                return _failed(found)
-            verify_payload(found, view, self._mac_key, require_checksum=self._checksum)
-        except CodecError as error:
-            if error.ours:
-                self._delete(spec.key)
-            return Result(Outcome.BAD, error.reason)
-        return Result(Outcome.OK, nbytes=spec.nbytes)
+        return _only(self.read_many([(spec, dest)]))
 
     def write(self, spec: ValueSpec, payload: memoryview) -> Result:
-        if payload.nbytes != spec.nbytes:
-            return Result(Outcome.BAD, "length")
-        view = payload.cast("B")
-        options: list[str | int] = ["NX"] if self._ttl_s is None else ["NX", "EX", self._ttl_s]
+        return _only(self.write_many([(spec, payload)]))
 
-        def put(link: Link) -> bool:
-            header = encode_header(spec, view, self._mac_key, checksum=self._checksum)
-            link.send(pack_set(spec.key, header, view, options))
-            return link.reply() is not None
+    def read_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return self._exchange(
+            Reading(spec, dest.cast("B"), self._seal) if dest.nbytes == spec.nbytes else _MISFIT
+            for spec, dest in items
+        )
 
-        stored = self._attempt(put)
-        if isinstance(stored, StoreError):
-            return _failed(stored)
-        return Result(Outcome.OK, nbytes=spec.nbytes) if stored else Result(Outcome.OK, "exists")
+    def write_many(self, items: Iterable[Item]) -> Iterator[Result]:
+        return self._exchange(
+            Writing(spec, payload.cast("B"), self._seal, self._ttl_s)
+            if payload.nbytes == spec.nbytes
+            else _MISFIT
+            for spec, payload in items
+        )
 
     def refresh(self, keys: Sequence[str]) -> Result:
         if self._ttl_s is None or not keys:
@@ -154,7 +148,7 @@ class RedisTier:
         commands = [b"".join(pack("EXPIRE", key, self._ttl_s) for key in keys)]
         done = self._attempt(lambda link: _all(link, commands, len(keys)))
         if isinstance(done, StoreError):
-            return _failed(done)
+            return Result(Outcome.ERROR, done.reason, instead=done.instead)
         return Result(Outcome.OK)
 
     def health(self) -> Health:
@@ -200,6 +194,9 @@ class RedisTier:
         self._deleted: deque[float] = deque()
         self._breaker = self._new_breaker(on_change=self._changed)
         self._pool = self._new_pool(self._endpoint, self._size, *self._timeouts)
+        self._guard = Guard(
+            self._admit, self._breaker.succeeded, self._failed, self._endpoint.led_astray
+        )
 
     def _first_contact(self, fail_open: bool) -> None:
         ticket = self._breaker.admit()
@@ -214,28 +211,41 @@ class RedisTier:
 
     # One operation.
 
+    def _exchange(self, todo: Iterator[Exchange | Result]) -> Iterator[Result]:
+        batch = Pipeline(self._pool, self._guard, todo, self._window, self._timeouts[1])
+        try:
+            yield from batch.results()
+        finally:
+            for key in batch.damaged:
+                self._delete(key)
+
     def _attempt(self, operation: Callable[[Link], T]) -> T | StoreError:
+        ticket = self._admit()
+        if isinstance(ticket, StoreError):
+            return ticket
+        try:
+            with self._pool.link() as link:
+                result = operation(link)
+        except Exception as error:  # noqa: BLE001 - the contract: a failing store is data
+            failure = explain(error)
+            self._failed(ticket, failure)
+            return failure
+        self._breaker.succeeded(ticket)
+        return result
+
+    def _admit(self) -> int | StoreError:
         if self._closed:
             return StoreError("closed", "the tier is closed", down=False)
         ticket = self._breaker.admit()
         if ticket is None:
             return StoreError("breaker", "the server was not answering", down=False)
-        try:
-            with self._pool.link() as link:
-                result = operation(link)
-        except CodecError:
-            # The store did its part: it answered.
-            self._breaker.succeeded(ticket)
-            raise
-        except Exception as error:  # noqa: BLE001 - the contract: a failing store is data
-            failure = explain(error)
-            self._note(failure)
-            lost = failure.down or self._endpoint.led_astray(failure)
-            if lost and not self._closed:
-                self._breaker.failed(ticket)
-            return failure
-        self._breaker.succeeded(ticket)
-        return result
+        return ticket
+
+    def _failed(self, ticket: int, failure: StoreError) -> None:
+        self._note(failure)
+        lost = failure.down or self._endpoint.led_astray(failure)
+        if lost and not self._closed:
+            self._breaker.failed(ticket)
 
     def _delete(self, key: str) -> None:
         """Remove a damaged value, so that a sound one can be written in its place."""
@@ -315,8 +325,9 @@ class RedisTier:
             self._on_event(event, detail)
 
 
-def _failed(error: StoreError) -> Result:
-    return Result(Outcome.ERROR, error.reason, instead=error.instead)
+def _only(results: Iterator[Result]) -> Result:
+    (result,) = results
+    return result
 
 
 def _exists(link: Link, groups: Sequence[Sequence[str]]) -> list[Reply]:
@@ -327,29 +338,6 @@ def _exists(link: Link, groups: Sequence[Sequence[str]]) -> list[Reply]:
 def _all(link: Link, commands: Sequence[bytes], count: int) -> list[Reply]:
     link.send(commands, count)
     return link.replies(count)
-
-
-def _receive(link: Link, spec: ValueSpec, dest: memoryview) -> Header | None:
-    """Header first; the payload only if the header is right, straight into `dest`.
-
-    After a wrong header the rest stays unread, so the link is dropped rather than made
-    to carry a value of unknown size.
-    """
-    link.send([pack("GET", spec.key)])
-    try:
-        size = link.bulk_size()
-    except ReplyError as error:
-        if str(error).startswith("WRONGTYPE"):
-            raise CodecError("magic", "the key holds something other than a string") from None
-        raise
-    if size is None:
-        return None
-    head = bytearray(min(size, HEADER_BYTES))
-    link.fill(memoryview(head))
-    header = decode_header(bytes(head), spec, total=size)
-    link.fill(dest)
-    link.end_bulk()
-    return header
 
 
 def _reset_in_children(tier: RedisTier) -> None:

@@ -61,6 +61,8 @@ class Link:
         self._start = 0
         self._end = 0
         self._owed = 0
+        self.torn = False
+        """In the middle of a bulk reply."""
         self.opened_by: Any = None
         """redis-py closes the socket of a connection object that is collected."""
 
@@ -142,13 +144,30 @@ class Link:
         """
         line = self._line()
         if line[:1] == b"$" and line != b"$-1":
-            return _number(line[1:])
+            size = _number(line[1:])
+            self.torn = True
+            return size
         if line != b"$-1" and line[:1] != b"-":
             raise not_redis(line)
         self._owed -= 1
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode("utf-8", "replace"))
         return None
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, where those are few."""
+        taken = bytearray(size)
+        self.fill(memoryview(taken))
+        return bytes(taken)
+
+    def skip(self, size: int) -> None:
+        """Receive `size` bytes and forget them."""
+        while size > 0:
+            if self._start == self._end:
+                self._start, self._end = 0, self._some(self._scratch)
+            step = min(size, self._end - self._start)
+            self._start += step
+            size -= step
 
     def fill(self, dest: memoryview) -> None:
         """Receive exactly `dest.nbytes` bytes into `dest`."""
@@ -159,10 +178,11 @@ class Link:
             buffered += self._some(dest[buffered:])
 
     def end_bulk(self) -> None:
-        tail = bytearray(2)
-        self.fill(memoryview(tail))
+        """The end of a bulk reply, all of which was read."""
+        tail = self.take(2)
         if tail != b"\r\n":
-            raise not_redis(bytes(tail))
+            raise not_redis(tail)
+        self.torn = False
         self._owed -= 1
 
     def _reply(self) -> Reply | ReplyError:

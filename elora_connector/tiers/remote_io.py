@@ -1,8 +1,9 @@
 """Worker-side traffic with the remote tier: demand reads and write-behind.
 
-Reads run on several threads, because a request waits for them.  Writes run on one, in
-the order given, so that a parent is never later than its child; a write whose parent
-could not be written is not tried.  Neither ever runs on vLLM's thread.
+Reads run on several threads, because a request waits for them; the threads share the
+values of one job and each keeps several on their way.  Writes run on one, in the order
+given, so that a parent is never later than its child.  They stand back while reads are
+open, but not for ever.  Neither ever runs on vLLM's thread.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from elora_connector.tiers.base import Outcome, RemoteTier, Result, ValueSpec
+from elora_connector.tiers.base import Item, RemoteTier, ValueSpec
 from elora_connector.tiers.host import SlotRef
 
 _UNWRITTEN_REMEMBERED = 65_536
+_PATIENCE_S = 0.05
+"""Writes let reads go first for this long, then one value is written in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,38 @@ class Value:
     spec: ValueSpec
 
 
-@dataclass(slots=True)
-class _Read:
-    job_id: int
-    results: list[bool | None]
-    failed: threading.Event = field(default_factory=threading.Event)
+class _ReadJob:
+    """The values of one job, shared by the threads that read them; they hold its lock."""
+
+    def __init__(self, job_id: int, values: Sequence[Value], shares: int) -> None:
+        self.id = job_id
+        self._values = values
+        self._results = [False] * len(values)
+        self._next = 0
+        self._open_shares = shares
+
+    def take(self) -> int | None:
+        """The next position to read; None when there is none, or it would be useless."""
+        if self._next >= len(self._values):
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def __getitem__(self, position: int) -> Value:
+        return self._values[position]
+
+    def end(self, position: int, ok: bool) -> None:
+        self._results[position] = ok
+        if not ok:
+            # Later chunks are useless without this one; earlier ones may still come in.
+            self._next = len(self._values)
+
+    def end_share(self) -> int | None:
+        """Leading good values once the last thread is done, else None."""
+        self._open_shares -= 1
+        if self._open_shares:
+            return None
+        return [*self._results, False].index(False)
 
 
 class RemoteIO:
@@ -43,15 +73,26 @@ class RemoteIO:
         tier: the store; closed with this object.
         view: slot number -> writable memory of that slot.
         threads: parallel reads.
+        patience_s: how long writes wait for open reads.
 
     `take_reads` and `take_writes` report what ended since their last call.  A slot
     belongs to its job until then, and after `close` for ever.
     """
 
-    def __init__(self, tier: RemoteTier, view: Callable[[int], memoryview], threads: int) -> None:
+    def __init__(
+        self,
+        tier: RemoteTier,
+        view: Callable[[int], memoryview],
+        threads: int,
+        *,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self._tier = tier
         self._view = view
+        self._threads = threads
+        self._patience_s = patience_s
         self._lock = threading.Lock()
+        self._no_reads = threading.Condition(self._lock)
         self._ended_reads: list[tuple[int, int]] = []
         self._ended_writes: list[tuple[SlotRef, bool]] = []
         self._open_reads = 0
@@ -67,27 +108,47 @@ class RemoteIO:
 
     def read(self, job_id: int, values: Sequence[Value]) -> None:
         """Fill the slots, root first as far as threads allow; a failure ends the rest."""
-        read = _Read(job_id, [None] * len(values))
+        shares = min(self._threads, len(values))
+        if not shares:
+            with self._lock:
+                self._ended_reads.append((job_id, 0))
+            return
+        job = _ReadJob(job_id, values, shares)
         with self._lock:
             self._open_reads += 1
-        for position, value in enumerate(values):
-            self._readers.submit(self._read_one, read, position, value)
+        for _ in range(shares):
+            self._readers.submit(self._read_share, job)
 
-    def _read_one(self, read: _Read, position: int, value: Value) -> None:
-        ok = False
-        if not read.failed.is_set() and not self._stop.is_set():
-            size = value.spec.nbytes
-            ok = self._tier.read_into(value.spec, self._view(value.ref.slot)[:size]).ok
-        if not ok:
-            # Later chunks are useless without this one; earlier ones may still come in.
-            read.failed.set()
-        with self._lock:
-            read.results[position] = ok
-            if None in read.results:
+    def _read_share(self, job: _ReadJob) -> None:
+        taken: deque[int] = deque()
+        try:
+            for result in self._tier.read_many(self._to_read(job, taken)):
+                with self._lock:
+                    job.end(taken.popleft(), result.ok)
+        finally:
+            self._end_share(job, taken)
+
+    def _to_read(self, job: _ReadJob, taken: deque[int]) -> Iterator[Item]:
+        while not self._stop.is_set():
+            with self._lock:
+                position = job.take()
+            if position is None:
                 return
-            good = read.results.index(False) if False in read.results else len(read.results)
-            self._ended_reads.append((read.job_id, good))
+            taken.append(position)
+            value = job[position]
+            yield value.spec, self._view(value.ref.slot)[: value.spec.nbytes]
+
+    def _end_share(self, job: _ReadJob, unfinished: deque[int]) -> None:
+        with self._lock:
+            for position in unfinished:
+                job.end(position, False)
+            good = job.end_share()
+            if good is None:
+                return
+            self._ended_reads.append((job.id, good))
             self._open_reads -= 1
+            if not self._open_reads:
+                self._no_reads.notify_all()
 
     def take_reads(self) -> list[tuple[int, int]]:
         """(job id, leading good values) of ended reads."""
@@ -121,22 +182,54 @@ class RemoteIO:
         return self._open_reads > 0
 
     def _write_all(self) -> None:
-        while (value := self._writes.get()) is not None:
-            ok = not self._stop.is_set() and self._write_one(value.spec, value.ref.slot).ok
-            with self._lock:
-                self._ended_writes.append((value.ref, ok))
-                self._pending_writes -= 1
+        value = self._writes.get()
+        while value is not None:
+            self._let_reads_pass()
+            taken: deque[Value] = deque()
+            try:
+                for result in self._tier.write_many(self._to_write(value, taken)):
+                    self._end_write(taken.popleft(), result.ok)
+            finally:
+                while taken:
+                    self._end_write(taken.popleft(), False)
+            value = self._writes.get()
 
-    def _write_one(self, spec: ValueSpec, slot: int) -> Result:
-        if spec.parent in self._unwritten:
-            self._remember_unwritten(spec.chunk)
-            return Result(Outcome.ERROR, "parent_missing")
-        result = self._tier.write(spec, self._view(slot)[: spec.nbytes])
-        if result.ok:
+    def _let_reads_pass(self) -> None:
+        with self._no_reads:
+            self._no_reads.wait_for(
+                lambda: not self._open_reads or self._stop.is_set(), self._patience_s
+            )
+
+    def _to_write(self, value: Value | None, taken: deque[Value]) -> Iterator[Item]:
+        """`value` and what is queued behind it, until a read begins."""
+        while value is not None:
+            if self._stop.is_set() or value.spec.parent in self._unwritten:
+                self._end_write(value, False)
+            else:
+                taken.append(value)
+                yield value.spec, self._view(value.ref.slot)[: value.spec.nbytes]
+            value = None if self._open_reads else self._next_queued()
+
+    def _next_queued(self) -> Value | None:
+        try:
+            value = self._writes.get_nowait()
+        except queue.Empty:
+            return None
+        if value is None:
+            self._writes.put(None)  # the end is `_write_all`'s to see
+        return value
+
+    def _end_write(self, value: Value, ok: bool) -> None:
+        """A value sent behind its parent was in vain if the parent could not be stored."""
+        spec = value.spec
+        ok = ok and spec.parent not in self._unwritten
+        if ok:
             self._unwritten.pop(spec.chunk, None)
         else:
             self._remember_unwritten(spec.chunk)
-        return result
+        with self._lock:
+            self._ended_writes.append((value.ref, ok))
+            self._pending_writes -= 1
 
     def _remember_unwritten(self, chunk: bytes) -> None:
         self._unwritten[chunk] = None
@@ -157,6 +250,8 @@ class RemoteIO:
         left = self.flush(flush_s)
         self._stop.set()
         self._writes.put(None)
+        with self._no_reads:
+            self._no_reads.notify_all()
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._tier.close()
         return left

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elora_connector.tiers.base import LookupResult, ValueSpec
+from elora_connector.tiers.base import Item, LookupResult
 from elora_connector.tiers.redis import RedisTier
 from tests.support.engine import Engine, engine, lora, prompt
 from tests.support.oracle import Oracle
@@ -49,13 +49,16 @@ def remote(url: str, **more: Any) -> dict[str, Any]:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Redis keys in the order in which they are written: a prompt's chunks root first."""
     keys: list[str] = []
-    write = RedisTier.write
+    write_many = RedisTier.write_many
 
-    def spy(self: RedisTier, spec: ValueSpec, payload: memoryview) -> Any:
-        keys.append(spec.key)
-        return write(self, spec, payload)
+    def spy(self: RedisTier, items: Iterable[Item]) -> Any:
+        return write_many(self, map(noted, items))
 
-    monkeypatch.setattr(RedisTier, "write", spy)
+    def noted(item: Item) -> Item:
+        keys.append(item[0].key)
+        return item
+
+    monkeypatch.setattr(RedisTier, "write_many", spy)
     return keys
 
 
@@ -427,13 +430,13 @@ def test_a_fetch_that_outlives_its_deadline_serves_the_next_request(
         check(live, oracle, text, None, 0)
         live.forget_host()
         go = threading.Event()
-        read = RedisTier.read_into
+        read_many = RedisTier.read_many
 
-        def slow(self: RedisTier, spec: Any, dest: Any) -> Any:
+        def slow(self: RedisTier, items: Any) -> Any:
             assert go.wait(60)
-            return read(self, spec, dest)
+            return read_many(self, items)
 
-        monkeypatch.setattr(RedisTier, "read_into", slow)
+        monkeypatch.setattr(RedisTier, "read_many", slow)
         seen = live.mark()
         check(live, oracle, text, None, 0)
         assert seen("remote_waits", "deadline") == 1

@@ -241,13 +241,13 @@ def test_case_23_a_store_without_room_is_dropped_and_counted(
         assert live.ask(waited).tokens == oracle(waited)
         live.forget_host()
         go = threading.Event()
-        read = RedisTier.read_into
+        read_many = RedisTier.read_many
 
-        def slow(self: RedisTier, spec: Any, dest: Any) -> Any:
+        def slow(self: RedisTier, items: Any) -> Any:
             assert go.wait(60)
-            return read(self, spec, dest)
+            return read_many(self, items)
 
-        monkeypatch.setattr(RedisTier, "read_into", slow)
+        monkeypatch.setattr(RedisTier, "read_many", slow)
         fetching = live.submit(waited)
         for _ in range(2000):
             live.run(steps=1)

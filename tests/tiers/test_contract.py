@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from elora_connector.core.types import Rank
-from elora_connector.tiers.base import Health, Outcome, RemoteTier, ValueSpec
+from elora_connector.tiers.base import Health, Item, Outcome, RemoteTier, Result, ValueSpec
 from elora_connector.tiers.codec import HEADER_BYTES
 from elora_connector.tiers.instrumented import InstrumentedTier
 from tests.tiers.values import Store, eventually, make_spec, payload_of
@@ -296,3 +297,174 @@ def test_the_wrapper_changes_no_result_and_sees_every_call(store: Store) -> None
     ]
     tier.close()
     assert get(inner, spec)[1] == "closed"
+
+
+# Batches.
+
+
+def put_all(tier: RemoteTier, specs: Sequence[ValueSpec], salt: int = 0) -> list[Result]:
+    return list(tier.write_many((spec, memoryview(payload_of(spec, salt))) for spec in specs))
+
+
+def get_all(tier: RemoteTier, specs: Sequence[ValueSpec]) -> list[tuple[Outcome, str, bytes]]:
+    dests = [bytearray(b"\xee" * spec.nbytes) for spec in specs]
+    items = zip(specs, map(memoryview, dests), strict=True)
+    ends = [(result.outcome, result.reason) for result in tier.read_many(items)]
+    return [(*end, bytes(dest)) for end, dest in zip(ends, dests, strict=True)]
+
+
+def test_an_empty_batch_has_no_results(store: Store) -> None:
+    tier = store.tier()
+    assert list(tier.read_many([])) == []
+    assert list(tier.write_many([])) == []
+
+
+@pytest.mark.parametrize("mac_key", [None, KEY])
+def test_batches_return_the_bytes_written(store: Store, mac_key: bytes | None) -> None:
+    tier = store.tier(mac_key=mac_key)
+    specs = [make_spec(i, nbytes=n, shape=(n,)) for i, n in enumerate([0, 1, 70_000, 3, 300_001])]
+    specs += [make_spec(i, nbytes=20_000) for i in range(5, 60)]
+    assert [(r.outcome, r.reason, r.nbytes) for r in put_all(tier, specs)] == [
+        (Outcome.OK, "", spec.nbytes) for spec in specs
+    ]
+    assert get_all(tier, specs) == [(Outcome.OK, "", bytes(payload_of(spec))) for spec in specs]
+    again = put_all(tier, specs, salt=1)
+    assert [(r.outcome, r.reason, r.nbytes) for r in again] == [(Outcome.OK, "exists", 0)] * 60
+    assert get_all(tier, specs[::-1]) == [
+        (Outcome.OK, "", bytes(payload_of(spec))) for spec in specs[::-1]
+    ]
+
+
+def test_each_value_of_a_batch_ends_in_its_own_way(store: Store) -> None:
+    """Whatever one value is, its neighbours are read, from a healthy connection."""
+    tier = store.tier()
+    specs = [make_spec(i, nbytes=5_000) for i in range(13)]
+    put_all(tier, specs)
+    untouched = b"\xee" * 5_000
+    store.drop(specs[1].key)
+    raw = bytearray(store.raw(specs[3].key) or b"")
+    raw[HEADER_BYTES + 9] ^= 1
+    store.put_raw(specs[3].key, bytes(raw))
+    foreign = store.raw(specs[4].key) or b""
+    store.put_raw(specs[5].key, foreign)
+    store.put_raw(specs[7].key, (store.raw(specs[7].key) or b"")[: HEADER_BYTES + 100])
+    store.put_raw(specs[9].key, b"")
+    store.put_raw(specs[10].key, b"x" * 200_000)
+    store.put_raw(specs[11].key, b"short")
+    found = get_all(tier, specs)
+    assert [end[:2] for end in found] == [
+        (Outcome.OK, ""),
+        (Outcome.MISS, ""),
+        (Outcome.OK, ""),
+        (Outcome.BAD, "checksum"),
+        (Outcome.OK, ""),
+        (Outcome.BAD, "chunk"),
+        (Outcome.OK, ""),
+        (Outcome.BAD, "truncated"),
+        (Outcome.OK, ""),
+        (Outcome.BAD, "truncated"),
+        (Outcome.BAD, "magic"),
+        (Outcome.BAD, "magic"),
+        (Outcome.OK, ""),
+    ]
+    for index in (0, 2, 4, 6, 8, 12):
+        assert found[index][2] == bytes(payload_of(specs[index]))
+    for index in (1, 5, 7, 9, 10, 11):
+        assert found[index][2] == untouched
+    assert [store.raw(specs[i].key) is None for i in (3, 5, 7, 10)] == [True, False, True, False]
+    assert tier.health() is Health.CLOSED
+
+
+def test_buffers_of_a_wrong_size_do_not_stop_a_batch(store: Store) -> None:
+    tier = store.tier()
+    specs = [make_spec(i) for i in range(3)]
+    short = memoryview(bytearray(specs[1].nbytes - 1))
+    full = [memoryview(payload_of(spec)) for spec in specs]
+    written = list(tier.write_many(zip(specs, [full[0], short, full[2]], strict=True)))
+    assert [(r.outcome, r.reason) for r in written] == [
+        (Outcome.OK, ""),
+        (Outcome.BAD, "length"),
+        (Outcome.OK, ""),
+    ]
+    put(tier, specs[1])
+    dests = [memoryview(bytearray(spec.nbytes)) for spec in specs]
+    read = list(tier.read_many(zip(specs, [dests[0], short, dests[2]], strict=True)))
+    assert [r.outcome for r in read] == [Outcome.OK, Outcome.BAD, Outcome.OK]
+    assert not any(short)
+    assert (dests[0], dests[2]) == (full[0], full[2])
+
+
+def test_a_batch_can_be_ended_from_either_side(store: Store) -> None:
+    tier = store.tier()
+    specs = [make_spec(i, nbytes=50_000) for i in range(40)]
+    put_all(tier, specs)
+    taken: list[ValueSpec] = []
+    stop = threading.Event()
+
+    def items() -> Iterator[Item]:
+        for spec in specs:
+            if stop.is_set():
+                return
+            taken.append(spec)
+            yield spec, memoryview(bytearray(spec.nbytes))
+
+    results = tier.read_many(items())
+    assert next(results).ok
+    stop.set()
+    assert len(list(results)) == len(taken) - 1 < len(specs) - 1
+    # The reader goes away while values are on their way.
+    results = tier.read_many((spec, memoryview(bytearray(spec.nbytes))) for spec in specs)
+    assert next(results).ok
+    results.close()  # type: ignore[attr-defined]
+    assert get_all(tier, specs) == [(Outcome.OK, "", bytes(payload_of(spec))) for spec in specs]
+
+
+def test_batches_of_closed_tiers_answer_and_do_nothing(store: Store) -> None:
+    tier = store.tier()
+    specs = [make_spec(i) for i in range(3)]
+    tier.close()
+    assert [(r.outcome, r.reason) for r in put_all(tier, specs)] == [(Outcome.ERROR, "closed")] * 3
+    assert get_all(tier, specs) == [(Outcome.ERROR, "closed", b"\xee" * specs[0].nbytes)] * 3
+    assert store.raw(specs[0].key) is None
+
+
+def test_batches_of_many_threads_at_once(store: Store) -> None:
+    tier = store.tier()
+    specs = [make_spec(i, nbytes=40_000) for i in range(30)]
+    want = {spec.key: (Outcome.OK, "", bytes(payload_of(spec))) for spec in specs}
+    wrong: list[str] = []
+
+    def work(offset: int) -> None:
+        mine = specs[offset:] + specs[:offset]
+        if not all(result.ok for result in put_all(tier, mine)):
+            wrong.append("write")
+        if get_all(tier, mine) != [want[spec.key] for spec in mine]:
+            wrong.append("read")
+
+    threads = [threading.Thread(target=work, args=(3 * i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert tier.health() is Health.CLOSED
+
+
+def test_the_wrapper_sees_each_value_of_a_batch(store: Store) -> None:
+    seen: list[tuple[str, Outcome, float]] = []
+    ticks = iter(range(100))
+    tier = InstrumentedTier(
+        store.tier(),
+        lambda op, result, seconds: seen.append((op, result.outcome, seconds)),
+        clock=lambda: float(next(ticks)),
+    )
+    specs = [make_spec(i) for i in range(3)]
+    put_all(tier, specs[:2])
+    assert [end[0] for end in get_all(tier, specs)] == [Outcome.OK, Outcome.OK, Outcome.MISS]
+    assert seen == [
+        ("write", Outcome.OK, 1.0),
+        ("write", Outcome.OK, 1.0),
+        ("read_into", Outcome.OK, 1.0),
+        ("read_into", Outcome.OK, 1.0),
+        ("read_into", Outcome.MISS, 1.0),
+    ]
