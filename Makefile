@@ -11,6 +11,9 @@ VLLM_VERSION ?= 0.32.0
 COMPAT_VENV ?= .venv-0.29
 COMPAT_VLLM_VERSION ?= 0.29.0
 PYTEST_ARGS ?=
+# Test files run side by side, one engine each (about 2 GB); 1 keeps all in one process.
+TEST_PROCESSES ?= 2
+PYTEST_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 PY := $(VENV)/bin/python
 COMPAT_PY := $(COMPAT_VENV)/bin/python
@@ -47,7 +50,7 @@ $(COMPAT_STAMP): $(SETUP_SOURCES)
 	@touch $@
 
 test: $(STAMP) ## run the whole test suite
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
 
 demo: $(STAMP) ## two servers, three adapters, one table
 	$(PY) -m examples.demo
@@ -62,7 +65,7 @@ bench: $(STAMP) ## cold and warm requests, connector on against off
 	$(PY) benchmarks/overhead.py
 
 test-compat: $(COMPAT_STAMP) ## engine tests on the oldest supported vLLM
-	$(COMPAT_PY) -m pytest tests/engine $(PYTEST_ARGS)
+	$(COMPAT_PY) -m pytest $(PYTEST_PARALLEL) tests/engine $(PYTEST_ARGS)
 
 clean: ## remove both environments and all caches
 	rm -rf $(VENV) $(COMPAT_VENV) build *.egg-info
