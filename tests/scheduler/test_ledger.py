@@ -368,7 +368,7 @@ class LedgerLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whoever waits gets its turn when the others end and loads work."""
         for _ in range(60):
-            if not self.waiting:
+            if not (self.waiting or self.running):
                 break
             self.ask_all()
             while self.sent:
