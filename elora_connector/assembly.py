@@ -22,7 +22,7 @@ from elora_connector.tiers.base import LookupResult, Outcome, RemoteTier, Result
 from elora_connector.tiers.host import SlotPool
 from elora_connector.tiers.instrumented import InstrumentedTier
 from elora_connector.tiers.lookup import RemoteLookup
-from elora_connector.tiers.redis import RedisTier
+from elora_connector.tiers.redis_cluster import redis_tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def remote_tier(config: EloraConfig, recorder: Recorder) -> RemoteTier | None:
     if config.remote_url is None:
         return None
     remote = config.remote
-    inner = RedisTier(
+    inner = redis_tier(
         config.remote_url,
         ttl_s=remote.ttl_s,
         connect_timeout_s=remote.connect_timeout_ms / 1000,

@@ -8,16 +8,15 @@ background thread asks whether the server is back.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import ClassVar, Final, TypeVar
 
 from elora_connector.errors import ConfigError
+from elora_connector.tiers.after_fork import begin_anew
 from elora_connector.tiers.base import (
     Health,
     Item,
@@ -106,7 +105,7 @@ class RedisTier:
         self._new_breaker = breaker
         self._closed = False
         self._begin()
-        _reset_in_children(self)
+        begin_anew(self._begin)
         self._first_contact(fail_open)
 
     def __repr__(self) -> str:
@@ -338,15 +337,3 @@ def _exists(link: Link, groups: Sequence[Sequence[str]]) -> list[Reply]:
 def _all(link: Link, commands: Sequence[bytes], count: int) -> list[Reply]:
     link.send(commands, count)
     return link.replies(count)
-
-
-def _reset_in_children(tier: RedisTier) -> None:
-    """A forked child starts with its own sockets, locks and breaker; the parent's go on."""
-    ref = weakref.ref(tier)
-
-    def reset() -> None:
-        alive = ref()
-        if alive is not None:
-            alive._begin()
-
-    os.register_at_fork(after_in_child=reset)

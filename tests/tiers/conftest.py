@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.redis_groups import ClusterServers
 from tests.support.redis_server import RedisServer, find_redis_server
 from tests.tiers.values import MemoryStore, RedisStore, Store
 
@@ -26,12 +27,27 @@ def server() -> Iterator[RedisServer]:
         yield own
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[ClusterServers]:
+    """One healthy cluster of three nodes for all tests that do not break it."""
+    if find_redis_server() is None:
+        pytest.skip("no redis-server here")
+    with ClusterServers() as servers:
+        yield servers
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("shared_server", marks=pytest.mark.redis),
+        pytest.param("shared_cluster", marks=pytest.mark.redis),
+    ]
+)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     made: Store
     if request.param == "memory":
         made = MemoryStore()
     else:
-        made = RedisStore(request.getfixturevalue("shared_server"))
+        made = RedisStore(request.getfixturevalue(request.param))
     yield made
     made.close()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from elora_connector.core.types import ChunkKey, Identity, Rank
 from elora_connector.tiers.base import RemoteTier, ValueSpec
 from tests.support.faulty_tier import FaultyTier
+from tests.support.redis_groups import ClusterServers
 from tests.support.redis_server import RedisServer
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
@@ -77,16 +78,18 @@ class MemoryStore:
 
 
 class RedisStore:
-    def __init__(self, server: RedisServer) -> None:
-        self._client = server.client()
-        self._url = server.url
+    """One server, or a cluster."""
+
+    def __init__(self, servers: RedisServer | ClusterServers) -> None:
+        self._client = servers.client()
+        self._url = servers.url
         self._tiers: list[RemoteTier] = []
 
     def tier(self, **kwargs: Any) -> RemoteTier:
-        from elora_connector.tiers.redis import RedisTier
+        from elora_connector.tiers.redis_cluster import redis_tier
 
         options = {"ttl_s": None, "connect_timeout_s": 20.0, "operation_timeout_s": 20.0} | kwargs
-        self._tiers.append(RedisTier(self._url, **options))
+        self._tiers.append(redis_tier(self._url, **options))
         return self._tiers[-1]
 
     def raw(self, key: str) -> bytes | None:
