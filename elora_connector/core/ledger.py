@@ -1,4 +1,4 @@
-"""Adapter slot ledger: the scheduler's account of which adapter is where.
+"""Adapter slot ledger: who waits for which adapter, and who is admitted.
 
 vLLM's workers keep adapters in two caches: host memory (`max_cpu_loras`) and GPU
 slots (`max_loras`).  If every rank chose its own victims, ranks would drift apart
@@ -12,9 +12,10 @@ Rules (each one closes a hang or a wrong answer that was observed):
   their KV) + adapters held for a request that was asked but is not scheduled yet.
 * An adapter outside *taken* is not admitted while ``len(taken) >= slots``, even if
   it happens to sit in a slot: its forward would throw out a held one.
-* A hold is taken in the order in which vLLM asks, and lives until its request is
-  scheduled, ends, or is past its deadline.
-* Only adapters outside *taken* are evicted.  From the order on they count as gone.
+* A hold is taken in the order in which vLLM asks, once the weights are in hand: files
+  that hang keep nobody from a slot.  It lives until its request is scheduled, ends, or
+  is past its deadline.
+* Only adapters outside *taken* are evicted.  From the grant on they count as gone.
 * An adapter counts as resident only after every rank acknowledged the order **and**
   reported the content digest of that load.
 * Two ids under one name never run together: vLLM's workers tell them apart by name.
@@ -22,92 +23,40 @@ Rules (each one closes a hang or a wrong answer that was observed):
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from elora_connector.core.adapter_orders import (
+    Acks,
+    Check,
+    Gate,
+    Grant,
+    Level,
+    Loaded,
+    Order,
+    Placing,
+)
+from elora_connector.core.adapter_places import AdapterPlaces, Entry
 from elora_connector.core.slot_watch import SlotWatch
 from elora_connector.core.types import Identity
 from elora_connector.errors import InvariantError
 
+__all__ = [
+    "Acks",
+    "AdapterLedger",
+    "Check",
+    "Gate",
+    "Grant",
+    "Level",
+    "Loaded",
+    "Order",
+    "Placing",
+]
 
-class Gate(enum.Enum):
-    """Answer to "may this request's KV be surfaced now?"."""
-
-    READY = "ready"
-    NO_SLOT = "no_slot"
-    """Every slot is taken by admitted or held adapters."""
-    PINNED = "pinned"
-    """Every slot holds an adapter that the operator pinned: waiting would not help."""
-    NAME_BUSY = "name_busy"
-    """Another id of the same adapter name is in use."""
-    LOADING = "loading"
-    """Ordered; the weights or their digest are not reported yet."""
-    SUSPENDED = "suspended"
-    """An add/remove call went past the scheduler; waiting for the workers' report."""
-
-
-class Level(enum.Enum):
-    """What "resident" means: in a GPU slot, or in vLLM's host cache."""
-
-    SLOT = "gpu"
-    HOST = "host"
-
-
-class Check(enum.IntEnum):
-    """How hard the worker looks at an adapter's files before it says "loaded"."""
-
-    NONE = 0
-    IF_CHANGED = 1
-    ALWAYS = 2
-
-
-@dataclass(slots=True)
-class Order:
-    """Make one adapter resident.  Mutable until shipped, then immutable by convention."""
-
-    seq: int
-    lora_id: int
-    activate: bool
-    check: Check
-    evict: tuple[int, ...] = ()
-    displace: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """One adapter as all ranks report it: digest of this very load, and its place.
-
-    `load` numbers the load on every rank; it changes whenever weights were written.
-    """
-
-    lora_id: int
-    name: str
-    digest: bytes
-    load: tuple[int, ...]
-    in_slot: bool
-    pinned: bool = False
-
-
-@dataclass(slots=True)
-class _Entry:
-    lora_id: int
-    name: str
-    digest: bytes | None = None
-    load: tuple[int, ...] = ()
-    in_host: bool = False
-    in_slot: bool = False
-    pinned: bool = False
-    order: Order | None = None
-    check: Check = Check.NONE
-    """Strongest check that has to be made before the digest is believed again."""
-    users: set[str] = field(default_factory=set)
-
-    @property
-    def has_slot(self) -> bool:
-        """In a GPU slot, or on its way into one that is counted as its own."""
-        return self.in_slot or (self.order is not None and self.order.activate)
+READS = 8
+"""Adapters being read, or read and waiting for a place, at a time: each takes memory beside
+the budget, and one that hangs keeps a thread of the worker."""
 
 
 @dataclass(slots=True)
@@ -121,26 +70,24 @@ class AdapterLedger:
 
     Args:
         slots: GPU LoRA slots (`max_loras`).
-        host_capacity: adapters in vLLM's host cache (`max_cpu_loras`), >= slots.
+        host_capacity: adapters in vLLM's host cache (`max_cpu_loras`), >= slots; None:
+            only the chooser's byte budget bounds it.
         level: which residency the gate asks for.
 
     Attributes:
-        slot_watch: names with a GPU slot; tells its listeners of every change at once.
+        places: who is where; set its `chooser` and `listener`.
     """
 
-    def __init__(self, slots: int, host_capacity: int, level: Level = Level.SLOT) -> None:
-        if not 1 <= slots <= host_capacity:
+    def __init__(self, slots: int, host_capacity: int | None, level: Level = Level.SLOT) -> None:
+        if slots < 1 or (host_capacity is not None and host_capacity < slots):
             raise InvariantError(f"need 1 <= slots <= host capacity, got {slots}, {host_capacity}")
-        self.slots = slots
-        self.host_capacity = host_capacity
+        self.places = AdapterPlaces(slots, host_capacity)
         self.level = level
-        self.slot_watch = SlotWatch()
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._holds: OrderedDict[int, _Hold] = OrderedDict()
         self._in_use: set[int] = set()
-        self._pinned: set[int] = set()
         self._cancelled: list[int] = []
         self._outbox: list[Order] = []
+        self._grants: list[Grant] = []
         self._open: dict[int, Order] = {}
         self._seq = 0
         self._rpcs = 0
@@ -148,16 +95,31 @@ class AdapterLedger:
 
     # ---- questions -------------------------------------------------------------
 
+    @property
+    def slots(self) -> int:
+        """GPU LoRA slots."""
+        return self.places.slots
+
+    @property
+    def host_capacity(self) -> int | None:
+        """Most adapters in vLLM's host cache, None where only bytes bound it."""
+        return self.places.host_capacity
+
+    @property
+    def slot_watch(self) -> SlotWatch:
+        """Names with a GPU slot; tells its listeners of every change at once."""
+        return self.places.slot_watch
+
     def identity(self, lora_id: int) -> Identity | None:
         """Name and content digest of the loaded weights, or None while unknown."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         if entry is None or not entry.in_host or entry.digest is None or not self.verified(lora_id):
             return None
         return Identity(entry.name, entry.digest)
 
     def verified(self, lora_id: int) -> bool:
         """False while the weights under this id may have changed without our knowing."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         return not self.suspended and entry is not None and entry.check is Check.NONE
 
     @property
@@ -167,7 +129,7 @@ class AdapterLedger:
 
     def resident(self, lora_id: int) -> bool:
         """Weights are where `level` asks for, with a verified digest."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         return entry is not None and self._resident(entry)
 
     def taken(self) -> set[int]:
@@ -176,7 +138,7 @@ class AdapterLedger:
 
     def usable(self, lora_id: int) -> bool:
         """Some weights are loaded, be they checked or not."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         return entry is not None and entry.in_host and entry.digest is not None
 
     def in_use(self) -> frozenset[int]:
@@ -185,41 +147,38 @@ class AdapterLedger:
 
     def counts(self) -> tuple[int, int]:
         """Adapters in GPU slots and in host memory, as the ledger believes."""
-        entries = self._entries.values()
-        return sum(e.in_slot for e in entries), sum(e.in_host for e in entries)
+        return sum(e.in_slot for e in self.places), sum(e.in_host for e in self.places)
 
     def load(self, lora_id: int) -> tuple[int, ...]:
         """Which load, rank by rank, the weights are from; empty when none was reported."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         return () if entry is None else entry.load
+
+    @property
+    def quiet(self) -> bool:
+        """No order is under way and nothing is held."""
+        return not (self._open or self._holds or self.suspended)
 
     # ---- requests --------------------------------------------------------------
 
     def register(self, lora_id: int, name: str, check: Check = Check.NONE) -> None:
         """A request of this adapter arrived; `check` asks for a look at its files."""
-        entry = self._entries.get(lora_id)
-        if entry is None:
-            self._entries[lora_id] = _Entry(lora_id, name)
+        entry = self.places.entry(lora_id, name)
+        order = entry.order
+        if check is Check.NONE or not (entry.in_host or order is not None):
             return  # a first load is always fingerprinted
-        entry.name = name
-        self._watch(entry)
-        if check > Check.NONE and (entry.in_host or entry.order is not None):
-            self._demand_check(entry, check)
+        entry.check = max(entry.check, check)
+        if order is None:
+            self._read(entry)
+        elif order in self._outbox:
+            order.check = max(order.check, check)
+        # Else: what is under way ends first; what it did not check is ordered then.
 
-    def prefetch(self, lora_id: int, wanted: Iterable[int]) -> None:
-        """Order the weights into host memory early, if that takes nothing from anyone.
-
-        Args:
-            wanted: adapters of waiting requests (read only if needed); none is evicted.
-        """
-        entry = self._entries[lora_id]
-        if self.suspended or entry.order is not None or entry.in_host:
-            return
-        victims = self._host_victims(entry, protect=set())
-        if victims:
-            victims = self._host_victims(entry, protect=self.taken().union(wanted))
-        if victims is not None:
-            self._order(entry, activate=False, evict=victims)
+    def read_ahead(self, lora_id: int) -> None:
+        """Begin to read the weights; takes nothing from anyone."""
+        entry = self.places[lora_id]
+        if not (self.suspended or entry.order is not None or entry.in_host):
+            self._read(entry)
 
     def admit(self, request_id: str, lora_id: int, now: float) -> Gate:
         """Ask for residency; repeated asks change nothing more (idempotent).
@@ -227,10 +186,21 @@ class AdapterLedger:
         READY holds the adapter for this request until `scheduled`, `finished` or
         `release`.
         """
-        entry = self._entries[lora_id]
+        entry = self.places[lora_id]
         if self.suspended:
             return Gate.SUSPENDED
-        taken = self.taken()
+        pinned, taken = self.places.pinned, self.taken()
+        if lora_id not in taken | pinned and len(pinned) >= self.slots:
+            return Gate.PINNED
+        if not self._in_hand(entry):
+            self.release(request_id, lora_id)
+            self._read(entry)
+            return Gate.LOADING
+        return self._admit_loaded(request_id, entry, now)
+
+    def _admit_loaded(self, request_id: str, entry: Entry, now: float) -> Gate:
+        """The weights are in hand; may they have, or keep, a slot?"""
+        lora_id, taken = entry.lora_id, self.taken()
         rivals = self._rivals(entry, taken)
         if rivals:
             # The first to ask bars further admissions of the other id, or it would starve;
@@ -238,27 +208,28 @@ class AdapterLedger:
             if rivals.isdisjoint(self._holds) and len(taken) < self.slots:
                 self._holds.setdefault(lora_id, _Hold(request_id, now))
             return Gate.NAME_BUSY
-        crowd = taken | self._pinned
+        crowd = taken | self.places.pinned
         if lora_id not in crowd and len(crowd) >= self.slots:
-            return Gate.PINNED if len(self._pinned) >= self.slots else Gate.NO_SLOT
+            self.settle_in(lora_id, now)
+            return Gate.NO_SLOT
         if not entry.users:
             self._holds.setdefault(lora_id, _Hold(request_id, now))
         if self._resident(entry):
             return Gate.READY
-        self._ensure_ordered(entry)
+        self._bring(entry, now)
         return Gate.LOADING
 
     def scheduled(self, request_id: str, lora_id: int) -> None:
         """The request got its blocks: it is a user now, the hold ends."""
-        entry = self._entries[lora_id]
+        entry = self.places[lora_id]
         entry.users.add(request_id)
         self._in_use.add(lora_id)
         self._holds.pop(lora_id, None)
-        self._entries.move_to_end(lora_id)
+        self.places.touch(entry)
 
     def finished(self, request_id: str, lora_id: int) -> None:
         """The request ended, in whatever state."""
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         if entry is not None:
             entry.users.discard(request_id)
             if not entry.users:
@@ -274,18 +245,43 @@ class AdapterLedger:
     def cancel(self, lora_id: int) -> None:
         """Nobody waits for this adapter any more: withdraw its order.
 
-        What it would have put out stays where the workers' next report says it is; an
-        adapter whose files hang must not keep others from their places.
+        What it would have put out stays where the workers' next report says it is.
         """
-        entry = self._entries.get(lora_id)
-        if entry is None or entry.order is None or entry.users:
-            return
-        order, entry.order = entry.order, None
-        self._watch(entry)
-        self._open.pop(order.seq, None)
-        if order in self._outbox:
-            self._outbox.remove(order)
-        self._cancelled.append(order.seq)
+        entry = self.places.get(lora_id)
+        if entry is not None and entry.order is not None and not entry.users:
+            self._withdraw(entry, entry.order)
+
+    # ---- spare places ----------------------------------------------------------
+
+    def settle_in(self, lora_id: int, now: float) -> bool:
+        """Give weights that were read a free host place, at nobody's expense."""
+        entry = self.places[lora_id]
+        order = entry.order
+        if order is None or not order.read or order.granted or not self.places.free_host:
+            return False
+        if self.places.chooser.make_room(lora_id, (), (), now) is None:
+            return False
+        self._grant(entry, order, activate=False)
+        return True
+
+    def move_in(self, lora_id: int) -> bool:
+        """Put host-resident weights into a GPU slot that is free."""
+        entry = self.places[lora_id]
+        if self.suspended or not self._in_hand(entry) or not entry.in_host or entry.has_slot:
+            return False
+        if entry.order is not None or self.places.free_slots < 1:
+            return False
+        self._order(entry, Placing.NOW, activate=True, read=True)
+        return True
+
+    def evict(self, lora_ids: Iterable[int]) -> None:
+        """Order adapters out of the host cache: their memory goes to KV.
+
+        The caller has asked `places.may_leave_host` with `taken()`.
+        """
+        self._seq += 1
+        order = Order(self._seq, None, evict=tuple(lora_ids), read=True)
+        self._ship(order)
 
     # ---- workers ---------------------------------------------------------------
 
@@ -293,6 +289,11 @@ class AdapterLedger:
         """Orders to ship with this step's metadata, oldest first."""
         orders, self._outbox = self._outbox, []
         return orders
+
+    def take_grants(self) -> list[Grant]:
+        """Places for orders shipped before, to ship with this step's metadata."""
+        grants, self._grants = self._grants, []
+        return grants
 
     def take_cancelled(self) -> list[int]:
         """Numbers of withdrawn orders, to ship with this step's metadata."""
@@ -307,35 +308,52 @@ class AdapterLedger:
         """
         self._rpcs += 1
         if name is not None:
-            self._entries.setdefault(lora_id, _Entry(lora_id, name)).digest = None
+            entry = self.places.get(lora_id) or self.places.entry(lora_id, name)
+            entry.digest = None
 
     @property
     def rpcs(self) -> int:
         """Count of such calls; shipped with every step and echoed by the workers."""
         return self._rpcs
 
-    def on_report(self, acked_seq: int, rpcs: int, loaded: Mapping[int, Loaded]) -> None:
-        """Take in what **all** ranks agree on (minimum of sequences, common adapters).
+    def on_report(self, acks: Acks, rpcs: int, loaded: Mapping[int, Loaded]) -> None:
+        """Take in what **all** ranks agree on.
 
         Reports may lag behind orders by any number of steps: an order's outcome counts
-        once its number is acknowledged, and what a report says of an adapter is adopted
+        once it has ended everywhere, and what a report says of an adapter is adopted
         unless an order still under way concerns that adapter.
 
         Args:
-            acked_seq: every order up to this number has ended on every rank.
             rpcs: `rpcs` as it stood in the metadata of the step that made the report.
             loaded: adapters loaded on every rank with one digest.
         """
         self._rpcs_seen = max(self._rpcs_seen, rpcs)
-        for entry in self._entries.values():
+        if self.suspended:
+            return  # the next report says it all again
+        for entry in self.places:
             order = entry.order
-            if order is not None and order.seq <= acked_seq:
-                self._settle(entry, order, loaded.get(entry.lora_id))
-        self._open = {seq: order for seq, order in self._open.items() if seq > acked_seq}
-        if not self.suspended:
-            self._adopt(loaded)
-        for entry in sorted(self._entries.values(), key=lambda e: e.has_slot):
-            self._watch(entry)  # those that left first: never more names than slots
+            if order is not None:
+                order.read |= order.seq in acks.read
+                if acks.ended(order.seq):
+                    # Also after a failed re-check: the old weights are there, and usable.
+                    entry.order = None
+                    if order.check >= entry.check:
+                        entry.check = Check.NONE
+        self._open = {seq: order for seq, order in self._open.items() if not acks.ended(seq)}
+        self.places.adopt(loaded, self._open.values())
+        for entry in self.places:
+            order = entry.order
+            if entry.in_host and order is not None and order.placing is Placing.ON_GRANT:
+                self._withdraw(entry, order)  # read for nothing: a call has loaded it
+        self.places.tell_all()
+
+    def failed(self, seq: int, lora_id: int) -> None:
+        """Some rank could not read: no rank is to wait for a grant of this order."""
+        entry = self.places.get(lora_id)
+        order = None if entry is None else entry.order
+        waiting = order is not None and order.placing is Placing.ON_GRANT
+        if entry is not None and order is not None and waiting and order.seq == seq:
+            self._withdraw(entry, order)
 
     def distrust(self, lora_id: int) -> bool:
         """Ranks report different contents: the next order reads the files again.
@@ -343,144 +361,11 @@ class AdapterLedger:
         Returns:
             False while that, or any order for the adapter, is still to be done.
         """
-        entry = self._entries.get(lora_id)
+        entry = self.places.get(lora_id)
         if entry is None or entry.order is not None or entry.check is Check.ALWAYS:
             return False
         entry.check = Check.ALWAYS
         return True
-
-    # ---- inside ----------------------------------------------------------------
-
-    def _resident(self, entry: _Entry) -> bool:
-        placed = entry.in_slot if self.level is Level.SLOT else entry.in_host
-        return placed and entry.digest is not None and self.verified(entry.lora_id)
-
-    def _rivals(self, entry: _Entry, taken: set[int]) -> set[int]:
-        """Ids in use or held under the same adapter name."""
-        return {
-            other
-            for other in taken
-            if other != entry.lora_id and self._entries[other].name == entry.name
-        }
-
-    def _demand_check(self, entry: _Entry, check: Check) -> None:
-        entry.check = max(entry.check, check)
-        unshipped = entry.order is not None and entry.order in self._outbox
-        if unshipped and entry.order is not None:
-            entry.order.check = max(entry.order.check, check)
-        else:
-            # One under way that brings it into a slot still does: it is counted as there.
-            self._order(entry, activate=entry.has_slot, evict=())
-
-    def _ensure_ordered(self, entry: _Entry) -> None:
-        order = entry.order
-        wants_slot = self.level is Level.SLOT and not entry.in_slot
-        if order is not None and (order.activate or not wants_slot):
-            return
-        protect = self.taken()
-        evict = self._host_victims(entry, protect)
-        if evict is None:
-            return  # other ids hold every place until their orders end; asked again next step
-        displace = self._slot_victims(entry, protect, evict) if wants_slot else ()
-        if displace is None:
-            return
-        if order is not None and order in self._outbox:
-            order.activate = wants_slot
-            order.displace = displace
-            self._mark_gone(order)
-            self._watch(entry)
-            return
-        self._order(entry, activate=wants_slot, evict=evict, displace=displace)
-
-    def _order(
-        self,
-        entry: _Entry,
-        *,
-        activate: bool,
-        evict: tuple[int, ...],
-        displace: tuple[int, ...] = (),
-    ) -> None:
-        self._seq += 1
-        entry.order = Order(self._seq, entry.lora_id, activate, entry.check, evict, displace)
-        self._outbox.append(entry.order)
-        self._open[self._seq] = entry.order
-        self._mark_gone(entry.order)
-        self._watch(entry)
-
-    def _watch(self, entry: _Entry) -> None:
-        self.slot_watch.update(entry.lora_id, entry.name if entry.has_slot else None)
-
-    def _mark_gone(self, order: Order) -> None:
-        for lora_id in order.evict:
-            gone = self._entries[lora_id]
-            gone.in_host = gone.in_slot = False
-            gone.digest = None
-            self._watch(gone)
-        for lora_id in order.displace:
-            self._entries[lora_id].in_slot = False
-            self._watch(self._entries[lora_id])
-
-    def _host_victims(self, entry: _Entry, protect: set[int]) -> tuple[int, ...] | None:
-        """Ids to evict so that `entry` fits into host memory; None if it cannot fit."""
-        occupied = [e for e in self._entries.values() if e.in_host or e.order is not None]
-        if entry in occupied or len(occupied) < self.host_capacity:
-            return ()
-        excess = len(occupied) - self.host_capacity + 1
-        free = [e.lora_id for e in occupied if _may_go(e, protect)]
-        return tuple(free[:excess]) if len(free) >= excess else None
-
-    def _slot_victims(
-        self, entry: _Entry, protect: set[int], evicted: tuple[int, ...]
-    ) -> tuple[int, ...] | None:
-        """Ids to displace so that `entry` gets a GPU slot; None if there is none."""
-        holders = [
-            e
-            for e in self._entries.values()
-            if e is not entry and e.lora_id not in evicted and e.has_slot
-        ]
-        excess = len(holders) - self.slots + 1
-        if excess <= 0:
-            return ()
-        free = [e.lora_id for e in holders if _may_go(e, protect)]
-        return tuple(free[:excess]) if len(free) >= excess else None
-
-    def _settle(self, entry: _Entry, order: Order, loaded: Loaded | None) -> None:
-        entry.order = None
-        if order.check >= entry.check:
-            entry.check = Check.NONE
-        if loaded is not None:
-            # Also after a failed re-check: the old weights are still there, and usable.
-            self._place(entry, loaded)
-        else:
-            # Not there although acknowledged: ordered again when a request asks again.
-            entry.in_host = entry.in_slot = False
-            entry.digest = None
-
-    @staticmethod
-    def _place(entry: _Entry, loaded: Loaded) -> None:
-        entry.in_host = True
-        entry.in_slot = loaded.in_slot
-        entry.digest = loaded.digest
-        entry.load = loaded.load
-        entry.pinned = loaded.pinned
-
-    def _adopt(self, loaded: Mapping[int, Loaded]) -> None:
-        for state in loaded.values():
-            self._entries.setdefault(state.lora_id, _Entry(state.lora_id, state.name))
-        self._pinned = {i for i, state in loaded.items() if state.pinned and state.in_slot}
-        leaving = {i for order in self._open.values() for i in order.evict}
-        displaced = {i for order in self._open.values() for i in order.displace}
-        for entry in self._entries.values():
-            state_of = loaded.get(entry.lora_id)
-            if state_of is None or (entry.order is None and entry.lora_id in leaving):
-                # Also under an open order: an out-of-step call may have thrown it out.
-                entry.in_host = entry.in_slot = False
-                entry.digest = None
-            elif entry.order is not None:
-                entry.in_slot &= state_of.in_slot
-            else:
-                self._place(entry, state_of)
-                entry.in_slot &= entry.lora_id not in displaced
 
     def forget_idle(self, keep: int, live: Callable[[], Container[int]]) -> list[int]:
         """Drop entries of adapters that are nowhere and unused, oldest first, beyond `keep`.
@@ -488,22 +373,122 @@ class AdapterLedger:
         Args:
             live: ids that some request names (asked for only when there is much to drop).
         """
-        if len(self._entries) <= keep:
+        if len(self.places) <= keep:
             return []
         named = live()
         idle = [
-            e.lora_id
-            for e in self._entries.values()
+            e
+            for e in self.places
             if not (e.in_host or e.users or e.order)
             and e.lora_id not in self._holds
             and e.lora_id not in named
         ]
-        dropped = idle[: len(self._entries) - keep]
-        for lora_id in dropped:
-            del self._entries[lora_id]
-        return dropped
+        dropped = idle[: len(self.places) - keep]
+        for entry in dropped:
+            self.places.forget(entry)
+        return [entry.lora_id for entry in dropped]
 
+    # ---- inside ----------------------------------------------------------------
 
-def _may_go(entry: _Entry, protect: Container[int]) -> bool:
-    """Can it lose its place to another adapter?"""
-    return entry.order is None and not entry.pinned and entry.lora_id not in protect
+    def _resident(self, entry: Entry) -> bool:
+        placed = entry.in_slot if self.level is Level.SLOT else entry.in_host
+        return placed and entry.digest is not None and self.verified(entry.lora_id)
+
+    def _in_hand(self, entry: Entry) -> bool:
+        """All ranks have the weights, or will have them in a place granted already."""
+        order = entry.order
+        if order is not None and (order.granted or order.read):
+            return True
+        if order is not None and order.placing is Placing.IN_PLACE:
+            return False
+        return entry.in_host and entry.digest is not None and entry.check is Check.NONE
+
+    def _rivals(self, entry: Entry, taken: set[int]) -> set[int]:
+        """Ids in use or held under the same adapter name."""
+        return {
+            other
+            for other in taken
+            if other != entry.lora_id and self.places[other].name == entry.name
+        }
+
+    def _read(self, entry: Entry) -> None:
+        """Have the workers read the weights, or look at their files again."""
+        if entry.order is not None:
+            return
+        if entry.in_host:
+            self._order(entry, Placing.IN_PLACE)
+        elif sum(o.placing is Placing.ON_GRANT for o in self._open.values()) < READS:
+            self._order(entry, Placing.ON_GRANT)
+
+    def _bring(self, entry: Entry, now: float) -> None:
+        """Weights are in hand: grant them places, if they can be had."""
+        order = entry.order
+        wants_slot = self.level is Level.SLOT and not entry.in_slot
+        on_its_way = order is not None and order.granted
+        if on_its_way and (order is None or self._shipped(order) or order.activate):
+            return  # it ends first
+        victims = self.places.victims(entry, self.taken(), now, slot=wants_slot)
+        if victims is None:
+            return  # others hold every place until they end; asked again next step
+        if order is None:
+            self._order(entry, Placing.NOW, wants_slot, victims.evict, victims.displace, read=True)
+        else:
+            self._grant(entry, order, wants_slot, victims.evict, victims.displace)
+
+    def _order(
+        self,
+        entry: Entry,
+        placing: Placing,
+        activate: bool = False,
+        evict: tuple[int, ...] = (),
+        displace: tuple[int, ...] = (),
+        *,
+        read: bool = False,
+    ) -> None:
+        self._seq += 1
+        check = Check.NONE if read else entry.check
+        entry.order = Order(
+            self._seq, entry.lora_id, check, placing, activate, evict, displace, read
+        )
+        self._ship(entry.order)
+        self.places.moved(entry)
+
+    def _ship(self, order: Order) -> None:
+        self._outbox.append(order)
+        self._open[order.seq] = order
+        self.places.mark_gone(order)
+
+    def _grant(
+        self,
+        entry: Entry,
+        order: Order,
+        activate: bool,
+        evict: tuple[int, ...] = (),
+        displace: tuple[int, ...] = (),
+    ) -> None:
+        order.placing = Placing.NOW
+        order.activate = activate
+        order.evict = (*order.evict, *evict)
+        order.displace = (*order.displace, *displace)
+        if order not in self._outbox:
+            self._drop_grant(order.seq)
+            self._grants.append(Grant(order.seq, activate, order.evict, order.displace))
+        self.places.mark_gone(order)
+        self.places.moved(entry)
+
+    def _shipped(self, order: Order) -> bool:
+        """Have the workers been told all of it?"""
+        return order not in self._outbox and all(g.seq != order.seq for g in self._grants)
+
+    def _withdraw(self, entry: Entry, order: Order) -> None:
+        entry.order = None
+        self._open.pop(order.seq, None)
+        self._drop_grant(order.seq)
+        if order in self._outbox:
+            self._outbox.remove(order)
+        else:
+            self._cancelled.append(order.seq)
+        self.places.moved(entry)
+
+    def _drop_grant(self, seq: int) -> None:
+        self._grants = [grant for grant in self._grants if grant.seq != seq]

@@ -21,7 +21,9 @@ from elora_connector.integration.vllm.adapters import (
     AdapterOrder,
     AdapterReport,
     AdapterState,
+    Grant,
     OrderResult,
+    Placing,
     Verify,
 )
 from tests.support.inproc import adapter, core, engine, generate, lora_manager
@@ -555,6 +557,47 @@ def test_a_slow_load_holds_up_only_what_depends_on_it(
     gate.set()
     until(lambda: bool(agent.advance(NONE) or agent.report().acked_seq == 3))
     assert {i: s.in_slot for i, s in states(agent).items()} == {1: False, 2: True, 3: True}
+
+
+def test_an_order_takes_no_place_before_its_grant(
+    agent: AdapterAgent, tiny: TinyModel, reads: Reads
+) -> None:
+    path = tiny.adapters["civil"]
+    settle(agent, order(1, adapter("a", 1, path)), order(2, adapter("b", 2, path)))
+    gate = reads.hold("slow")
+    slow = order(3, adapter("slow", 3, path), placing=Placing.ON_GRANT, activate=False)
+    read = order(4, adapter("read", 4, path), placing=Placing.ON_GRANT, activate=False)
+    agent.submit([slow, read], NONE)
+    until(lambda: bool(agent.advance(NONE) or agent.report().read == (4,)))
+    assert set(states(agent)) == {1, 2}
+    report = agent.report()
+    assert (report.last_seq, report.open, report.acked_seq) == (4, (3, 4), 2)
+    agent.submit([], NONE, [Grant(4, True, (1,), ())])
+    agent.advance(NONE)
+    assert {i: s.in_slot for i, s in states(agent).items()} == {2: True, 4: True}
+    assert agent.report().open == (3,), "an order that hangs holds up no other"
+    assert reads.names == ["a", "b", "slow", "read"]
+    gate.set()
+    until(lambda: bool(agent.advance(NONE) or agent.report().read == (3,)))
+    agent.submit([], NONE, [Grant(3, True, (), (2,))])
+    agent.advance(NONE)
+    assert {i: s.in_slot for i, s in states(agent).items()} == {2: False, 3: True, 4: True}
+
+
+def test_a_second_look_ends_quietly_when_the_adapter_has_left(
+    agent: AdapterAgent, tiny: TinyModel, reads: Reads
+) -> None:
+    a = adapter("a", 1, tiny.adapters["civil"])
+    settle(agent, order(1, a))
+    look = order(2, a, verify=Verify.ALWAYS, placing=Placing.IN_PLACE, activate=False)
+    out = AdapterOrder(3, "", 0, None, evict=(1,), activate=False)
+    agent.submit([look, out], NONE)
+    background_done(agent)
+    agent.advance(frozenset({1}))
+    assert set(states(agent)) == {1}, "the batch keeps its adapters"
+    assert settle(agent, out).acked_seq == 3
+    assert states(agent) == {}
+    assert reads.names == ["a"]
 
 
 def test_orders_for_one_adapter_are_loaded_one_after_the_other(

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elora_connector.core.ledger import AdapterLedger, Check, Gate, Loaded, Order
-from tests.support.rig_adapters import digest_of
+from elora_connector.core.ledger import (
+    Acks,
+    AdapterLedger,
+    Check,
+    Gate,
+    Grant,
+    Loaded,
+    Order,
+    Placing,
+)
+from tests.support.rig_adapters import RigPool, digest_of
 from tests.support.scheduler_rig import (
     STEP_S,
     SYNC,
@@ -103,13 +115,44 @@ def start_of_b(seed: int, load_steps: int, *, connector: bool) -> int | None:
 @pytest.mark.parametrize("load_steps", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_endless_stream_does_not_starve_another_adapter(seed: int, load_steps: int) -> None:
-    """B starts no later than with stock vLLM, plus the steps its load takes."""
+    """B starts no later than with stock vLLM, plus the steps its load takes.
+
+    A goes on being served while B is read, so the grant waits for an A that began meanwhile.
+    """
     stock = start_of_b(seed, load_steps, connector=False)
     ours = start_of_b(seed, load_steps, connector=True)
     assert stock is not None, "a stream without a gap says nothing"
-    # Ordered in step n, there at the end of step n + load, reported and started in the next.
+    # Ordered in step n, read at the end of step n + load, granted in the next one, started
+    # in the one after that.
     assert ours is not None
-    assert ours <= stock + load_steps + 1, f"{ours} steps, stock {stock}"
+    assert ours <= stock + load_steps + 2, f"{ours} steps, stock {stock}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_an_adapter_that_hangs_keeps_nobody_from_the_only_slot(variant: Variant) -> None:
+    rig = Rig(variant, max_loras=1, max_cpu_loras=1, settings={"elora.adapter_deadline_s": 1.5})
+    reads = [rank.adapters.agent._pool for rank in rig.ranks]
+    submit = [pool.submit for pool in reads]
+
+    def hang(pool: RigPool, call: Callable[[], Any]) -> Future[Any]:
+        for cell in call.__closure__ or ():
+            if getattr(cell.cell_contents, "name", "") == "b":
+                return Future()
+        return submit[reads.index(pool)](call)
+
+    for pool in reads:
+        pool.submit = functools.partial(hang, pool)
+    rig.run(rig.submit("a", prompt(9)))
+    bad = rig.submit("b", prompt(9))
+    for turn in range(5):
+        for adapter in ("a", "c"):
+            (answer,) = rig.run(rig.submit(adapter, prompt(9, turn)), limit=8)
+            assert answer.reason == "length"
+    assert rig.answers[bad].reason is None, "it was to be waiting all the time"
+    rig.run(limit=150)
+    assert rig.answers[bad].reason == "error"
+    assert "was not loaded within 1.5 s" in str(rig.answers[bad].message)
+    rig.drain()
 
 
 def test_base_requests_never_wait_for_adapters() -> None:
@@ -223,9 +266,20 @@ def test_machines_that_really_differ_refuse_the_adapter() -> None:
 class _Worker:
     """What the workers have, as the ledger's orders make it."""
 
-    host: dict[int, int]
-    slots: set[int]
+    host: dict[int, int] = field(default_factory=dict)
+    slots: set[int] = field(default_factory=set)
     seq: int = 0
+    pending: dict[int, Order] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Step:
+    """What one step's metadata says."""
+
+    orders: list[Order]
+    grants: list[Grant]
+    cancelled: list[int]
 
 
 class LedgerLife(RuleBasedStateMachine):
@@ -236,8 +290,9 @@ class LedgerLife(RuleBasedStateMachine):
         self.ledger = AdapterLedger(2, 3)
         self.slotted: set[str] = set()
         self.ledger.slot_watch.add(self)
-        self.worker = _Worker({}, set())
-        self.sent: list[list[Order]] = []
+        self.worker = _Worker()
+        self.hanging: set[int] = set()
+        self.sent: list[_Step] = []
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
         self.loads = 0
@@ -258,7 +313,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.count += 1
         self.waiting[f"r{self.count}"] = lora_id
         self.ledger.register(lora_id, f"n{lora_id}", check)
-        self.ledger.prefetch(lora_id, list(self.waiting.values()))
+        self.ledger.read_ahead(lora_id)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -269,18 +324,44 @@ class LedgerLife(RuleBasedStateMachine):
             before = self.ledger.taken()
             gate = self.ledger.admit(request_id, lora_id, self.now)
             if lora_id not in before and len(before) >= 2:
-                assert gate in (Gate.NO_SLOT, Gate.SUSPENDED)
+                assert gate in (Gate.NO_SLOT, Gate.SUSPENDED, Gate.LOADING)
+                assert self.ledger.taken() <= before, "no slot, and held nevertheless"
             if gate is Gate.READY:
                 assert self.ledger.identity(lora_id) is not None
                 self.ledger.scheduled(request_id, lora_id)
                 self.running[request_id] = self.waiting.pop(request_id)
-        self.sent.append(self.ledger.take_orders())
+        self._send()
+
+    def _send(self) -> None:
+        ledger = self.ledger
+        orders = [replace(order) for order in ledger.take_orders()]
+        self.sent.append(_Step(orders, ledger.take_grants(), ledger.take_cancelled()))
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 9))
     def abort(self, which: int) -> None:
         request_id = sorted(self.waiting)[which % len(self.waiting)]
-        self.ledger.finished(request_id, self.waiting.pop(request_id))
+        lora_id = self.waiting.pop(request_id)
+        self.ledger.finished(request_id, lora_id)
+        if lora_id not in self.waiting.values():
+            self.ledger.cancel(lora_id)
+
+    @rule(lora_id=st.integers(1, 5))
+    def hang(self, lora_id: int) -> None:
+        """Its files do not answer until it is named again."""
+        self.hanging ^= {lora_id}
+
+    @rule(lora_id=st.integers(1, 5))
+    def spare_places(self, lora_id: int) -> None:
+        if self.ledger.places.get(lora_id) is not None:
+            self.ledger.settle_in(lora_id, self.now)
+            self.ledger.move_in(lora_id)
+
+    @rule(lora_id=st.integers(1, 5))
+    def memory_goes_to_kv(self, lora_id: int) -> None:
+        if self.ledger.places.may_leave_host(lora_id, self.ledger.taken()):
+            self.ledger.evict([lora_id])
+            assert self.ledger.identity(lora_id) is None
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9))
@@ -292,21 +373,50 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(fails=st.booleans())
     def work_and_report(self, fails: bool) -> None:
         """Workers carry out the oldest step's orders; `fails`: nothing can be read."""
-        taken_now = set(self.running.values())
-        for order in self.sent.pop(0):
-            assert taken_now.isdisjoint((*order.evict, *order.displace))
-            self._obey(order, fails)
+        step, worker = self.sent.pop(0), self.worker
+        for seq in step.cancelled:
+            worker.pending.pop(seq, None)
+        for order in step.orders:
+            worker.seq = order.seq
+            worker.pending[order.seq] = order
+        for grant in step.grants:
+            if grant.seq in worker.pending:
+                granted = worker.pending[grant.seq]
+                granted.placing, granted.activate = Placing.NOW, grant.activate
+                granted.evict, granted.displace = grant.evict, grant.displace
+        for order in list(worker.pending.values()):
+            if self._ends(order, fails):
+                del worker.pending[order.seq]
         self._report()
+
+    def _ends(self, order: Order, fails: bool) -> bool:
+        """Work on an order; has it ended?"""
+        lora_id, host = order.lora_id, self.worker.host
+        if order.placing is Placing.NOW:
+            self._obey(order, fails)
+            return True
+        if lora_id in self.hanging and (lora_id not in host or order.check):
+            return False
+        if order.placing is Placing.ON_GRANT and not (fails and lora_id not in host):
+            self.worker.read.add(order.seq)
+            return False
+        if order.placing is Placing.ON_GRANT:
+            assert lora_id is not None
+            self.ledger.failed(order.seq, lora_id)
+        return True
 
     def _obey(self, order: Order, fails: bool) -> None:
         worker = self.worker
-        worker.seq = order.seq
-        if fails and order.lora_id not in worker.host:
+        assert set(self.running.values()).isdisjoint((*order.evict, *order.displace))
+        in_hand = order.lora_id in worker.host or order.seq in worker.read
+        if fails and not in_hand and order.lora_id is not None:
             return
         for gone in order.evict:
             worker.host.pop(gone, None)
             worker.slots.discard(gone)
         worker.slots.difference_update(order.displace)
+        if order.lora_id is None:
+            return
         if order.lora_id not in worker.host:
             self.loads += 1
             worker.host[order.lora_id] = self.loads
@@ -316,7 +426,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     def _make_room(self, keep: int) -> None:
         """Workers take a spare where a later order names it; the ledger counts it as gone."""
-        entries = self.ledger._entries
+        entries = self.ledger.places
         for have, room, placed in (
             (self.worker.slots, 2, lambda e: e.in_slot),
             (set(self.worker.host), 3, lambda e: e.in_host),
@@ -352,21 +462,27 @@ class LedgerLife(RuleBasedStateMachine):
             for lora_id, load in self.worker.host.items()
         }
         # The count is echoed from the step's metadata: only steps after the call show it.
-        self.ledger.on_report(self.worker.seq, self.rpcs, loaded)
+        pending = frozenset(self.worker.pending)
+        acks = Acks(self.worker.seq, pending, pending & self.worker.read)
+        self.ledger.on_report(acks, self.rpcs, loaded)
 
     @invariant()
     def holds(self) -> None:
         assert len(self.ledger.taken()) <= self.ledger.slots
         in_slot, in_host = self.ledger.counts()
         assert in_slot <= self.ledger.slots
-        assert in_host <= self.ledger.host_capacity
+        assert self.ledger.host_capacity is not None
+        assert in_host <= self.ledger.places.hosted <= self.ledger.host_capacity
         assert self.ledger.in_use() == set(self.running.values())
-        entries = self.ledger._entries.values()
-        assert self.slotted == {e.name for e in entries if e.has_slot}
+        assert self.slotted == {e.name for e in self.ledger.places if e.has_slot}
         assert self.slotted == self.ledger.slot_watch.names
 
     def teardown(self) -> None:
-        """Whoever waits gets its turn when the others end and loads work."""
+        """Whoever waits gets its turn when the others end, though others' files hang."""
+        for request_id, lora_id in list(self.waiting.items()):
+            if lora_id in self.hanging:
+                self.ledger.finished(request_id, self.waiting.pop(request_id))
+                self.ledger.cancel(lora_id)
         for _ in range(60):
             if not (self.waiting or self.running):
                 break
@@ -401,42 +517,58 @@ def test_distrust_asks_for_one_reread_at_a_time() -> None:
     assert ledger.admit("r", 1, 0.0) is Gate.LOADING
     assert not ledger.distrust(1), "an order is under way, which may settle it"
     (order,) = ledger.take_orders()
-    ledger.on_report(order.seq, 0, {})
+    ledger.on_report(Acks(order.seq), 0, {})
     assert ledger.distrust(1)
     assert not ledger.distrust(1), "asked for already"
     assert ledger.admit("r", 1, 0.0) is Gate.LOADING
     (again,) = ledger.take_orders()
     assert again.check is Check.ALWAYS
-    ledger.on_report(again.seq, 0, _one(1))
+    read_and_grant(ledger, "r", 1)
+    ledger.on_report(Acks(again.seq), 0, _one(1))
     assert ledger.admit("r", 1, 0.0) is Gate.READY
+
+
+def read_and_grant(ledger: AdapterLedger, request_id: str, lora_id: int) -> Grant:
+    """The workers have read what was ordered last; its request is asked again."""
+    seq = ledger._seq
+    held = {e.lora_id: e for e in ledger.places if e.in_host}
+    there = {
+        i: Loaded(i, e.name, e.digest or bytes(32), e.load, e.in_slot, e.pinned)
+        for i, e in held.items()
+    }
+    ledger.on_report(Acks(seq, frozenset({seq}), frozenset({seq})), ledger.rpcs, there)
+    assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
+    (grant,) = ledger.take_grants()
+    assert grant.seq == seq
+    return grant
 
 
 def test_a_check_does_not_take_back_an_activation_under_way() -> None:
     ledger = AdapterLedger(2, 3)
     ledger.register(1, "n1")
     ledger.admit("r", 1, 0.0)
-    (first,) = ledger.take_orders()
-    assert first.activate
+    ledger.take_orders()
+    assert read_and_grant(ledger, "r", 1).activate
     ledger.finished("r", 1)
     ledger.register(1, "n1", Check.IF_CHANGED)
+    assert ledger.take_orders() == [], "it ends first, then its files are looked at"
+    assert ledger.slot_watch.names == {"n1"}, "its slot would be given away twice"
+    ledger.on_report(Acks(1), 0, _one(1))
+    assert ledger.identity(1) is None
+    assert ledger.admit("again", 1, 0.0) is Gate.LOADING
     (check,) = ledger.take_orders()
-    assert check.activate, "the slot it is getting would be given away twice"
+    assert (check.placing, check.check) == (Placing.IN_PLACE, Check.IF_CHANGED)
 
 
 def test_what_a_call_threw_out_is_gone_also_under_an_open_order() -> None:
     ledger = AdapterLedger(2, 2)
     both = {**_one(1), **_one(2)}
+    ledger.on_report(Acks(0), 0, both)
     for lora_id in (1, 2):
-        ledger.register(lora_id, f"n{lora_id}")
-        ledger.admit(f"r{lora_id}", lora_id, 0.0)
-    orders = ledger.take_orders()
-    ledger.on_report(orders[-1].seq, 0, both)
-    for lora_id in (1, 2):
-        ledger.finished(f"r{lora_id}", lora_id)
         ledger.register(lora_id, f"n{lora_id}", Check.IF_CHANGED)
-    ledger.take_orders()
+    assert len(ledger.take_orders()) == 2
     ledger.rpc_sent(3, "n3")
-    ledger.on_report(orders[-1].seq, ledger.rpcs, {**_one(1), **_one(3)})
+    ledger.on_report(Acks(2, frozenset({1, 2})), ledger.rpcs, {**_one(1), **_one(3)})
     assert ledger.counts() == (2, 2)
 
 

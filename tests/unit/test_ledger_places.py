@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elora_connector.core.ledger import AdapterLedger, Gate, Loaded
+from elora_connector.core.ledger import Acks, AdapterLedger, Gate, Grant, Loaded
 
 
 def loaded(lora_id: int, *, pinned: bool = False, in_slot: bool = True) -> dict[int, Loaded]:
@@ -17,9 +17,23 @@ def ledger_with(*lora_ids: int, slots: int = 1, host: int = 2) -> AdapterLedger:
     return ledger
 
 
+def in_hand(
+    ledger: AdapterLedger, request_id: str, lora_id: int, there: dict[int, Loaded]
+) -> Grant:
+    """The first ask orders the read; it is reported as done, and the second one grants."""
+    assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
+    (order,) = ledger.take_orders()
+    assert (order.evict, order.displace, order.activate) == ((), (), False)
+    only = frozenset({order.seq})
+    ledger.on_report(Acks(order.seq, only, only), 0, there)
+    assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
+    (grant,) = ledger.take_grants()
+    return grant
+
+
 def test_a_full_house_of_pinned_adapters_is_said_at_once() -> None:
     ledger = ledger_with(1, 2)
-    ledger.on_report(0, 0, loaded(1, pinned=True))
+    ledger.on_report(Acks(0), 0, loaded(1, pinned=True))
     assert ledger.admit("r2", 2, 0.0) is Gate.PINNED
     assert ledger.take_orders() == []
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
@@ -27,26 +41,26 @@ def test_a_full_house_of_pinned_adapters_is_said_at_once() -> None:
 
 def test_a_pinned_adapter_is_nobodys_victim() -> None:
     ledger = ledger_with(1, 2, 3, slots=2, host=2)
-    ledger.on_report(0, 0, {**loaded(1, pinned=True), **loaded(2)})
-    assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
-    (order,) = ledger.take_orders()
-    assert order.evict == (2,)
+    there = {**loaded(1, pinned=True), **loaded(2)}
+    ledger.on_report(Acks(0), 0, there)
+    assert in_hand(ledger, "r3", 3, there).evict == (2,)
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
-    assert ledger.admit("r2", 2, 0.0) is Gate.NO_SLOT
+    assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
+    assert ledger.taken() == {1, 3}
 
 
 def test_a_withdrawn_order_gives_the_places_back() -> None:
     ledger = ledger_with(1, 2)
-    ledger.on_report(0, 0, loaded(1))
-    assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
-    (order,) = ledger.take_orders()
-    assert order.displace == (1,)
-    ledger.on_report(0, 0, loaded(1))
+    ledger.on_report(Acks(0), 0, loaded(1))
+    grant = in_hand(ledger, "r2", 2, loaded(1))
+    assert grant.displace == (1,)
+    only = frozenset({grant.seq})
+    ledger.on_report(Acks(grant.seq, only, only), 0, loaded(1))
     assert not ledger.resident(1)
     ledger.finished("r2", 2)
     ledger.cancel(2)
-    assert ledger.take_cancelled() == [order.seq]
-    ledger.on_report(order.seq, 0, loaded(1))
+    assert ledger.take_cancelled() == [grant.seq]
+    ledger.on_report(Acks(grant.seq), 0, loaded(1))
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
 
 
@@ -82,17 +96,17 @@ class Told:
 
 def test_a_displaced_name_leaves_in_the_action_that_grants_its_slot() -> None:
     ledger = ledger_with(1, 2)
-    ledger.on_report(0, 0, loaded(1))
+    ledger.on_report(Acks(0), 0, loaded(1))
     told = Told()
     ledger.slot_watch.add(told)
     assert told.events == ["+a1"], "what is there when it begins to listen"
-    ledger.on_report(0, 0, {**loaded(1), **loaded(2, in_slot=False)})
-    ledger.admit("r2", 2, 0.0)
+    ledger.on_report(Acks(0), 0, {**loaded(1), **loaded(2, in_slot=False)})
+    assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
     assert told.events == ["+a1", "-a1", "+a2"]
     ledger.finished("r2", 2)
     ledger.cancel(2)
     assert told.events == ["+a1", "-a1", "+a2", "-a2"], "nobody waits for it any more"
-    ledger.on_report(1, 0, loaded(1))
+    ledger.on_report(Acks(1), 0, loaded(1))
     assert told.events[4:] == ["+a1"], "the workers had not displaced it"
 
 
@@ -102,8 +116,55 @@ def test_two_ids_of_a_name_are_one_name_in_slots() -> None:
     ledger.slot_watch.add(told)
     digest = bytes(32)
     both = {i: Loaded(i, "same", digest, (i,), True) for i in (1, 2)}
-    ledger.on_report(0, 0, both)
-    ledger.on_report(0, 0, {2: both[2]})
+    ledger.on_report(Acks(0), 0, both)
+    ledger.on_report(Acks(0), 0, {2: both[2]})
     assert told.events == ["+same"]
-    ledger.on_report(0, 0, {})
+    ledger.on_report(Acks(0), 0, {})
     assert told.events == ["+same", "-same"]
+
+
+def test_files_that_hang_take_nothing_from_anyone() -> None:
+    ledger = ledger_with(1, 2, 3)
+    ledger.on_report(Acks(0), 0, loaded(1))
+    assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
+    (hanging,) = ledger.take_orders()
+    assert ledger.taken() == set()
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+    ledger.finished("r1", 1)
+    # Another adapter comes and goes although the earlier order has not ended.
+    assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
+    (order,) = ledger.take_orders()
+    both = frozenset({hanging.seq, order.seq})
+    ledger.on_report(Acks(order.seq, both, frozenset({order.seq})), 0, loaded(1))
+    assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
+    (grant,) = ledger.take_grants()
+    assert grant.displace == (1,)
+    three = {**loaded(1, in_slot=False), **loaded(3)}
+    ledger.on_report(Acks(order.seq, frozenset({hanging.seq})), 0, three)
+    assert ledger.admit("r3", 3, 0.0) is Gate.READY
+
+
+def test_a_read_that_failed_on_one_rank_is_withdrawn_on_all() -> None:
+    ledger = ledger_with(1)
+    ledger.admit("r1", 1, 0.0)
+    (order,) = ledger.take_orders()
+    ledger.failed(order.seq, 1)
+    assert ledger.take_cancelled() == [order.seq]
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+    assert len(ledger.take_orders()) == 1, "the next ask reads again"
+
+
+def test_memory_for_kv_comes_from_adapters_beyond_a_slots_worth() -> None:
+    ledger = ledger_with(1, 2, slots=1, host=3)
+    ledger.on_report(Acks(0), 0, loaded(1))
+    assert not ledger.places.may_leave_host(1, ())
+    ledger.on_report(Acks(0), 0, {**loaded(1), **loaded(2, in_slot=False)})
+    assert ledger.places.may_leave_host(2, ())
+    assert not ledger.places.may_leave_host(2, {2})
+    ledger.evict([2])
+    (order,) = ledger.take_orders()
+    assert (order.lora_id, order.evict) == (None, (2,))
+    ledger.on_report(Acks(0), 0, {**loaded(1), **loaded(2, in_slot=False)})
+    assert ledger.counts() == (1, 1), "from the order on it counts as gone"
+    ledger.on_report(Acks(order.seq), 0, loaded(1))
+    assert ledger.counts() == (1, 1)

@@ -10,6 +10,18 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from elora_connector.core.adapter_orders import Grant, Placing
+
+__all__ = [
+    "AdapterOrder",
+    "AdapterReport",
+    "AdapterState",
+    "Grant",
+    "OrderResult",
+    "Placing",
+    "Verify",
+]
+
 
 class Verify(enum.Enum):
     """How far to distrust weights that are already loaded."""
@@ -23,17 +35,18 @@ class Verify(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """Make one adapter resident, at the price of others.
+    """Make one adapter resident, at the price of others; without `request`: only evict.
 
     Args:
         seq: order number, rising; the same number twice is one order.
         name: adapter name, for messages.
         lora_id: vLLM's integer id, the key of its caches.
-        request: the `LoRARequest` to load from.
+        request: the `LoRARequest` to load from, or None.
         evict: ids to take out of vLLM's host cache (and so out of their GPU slot).
         displace: ids to take out of their GPU slot; only with `activate`.
         activate: put it into a GPU slot too.
         verify: what to do if it is already loaded.
+        placing: when the weights enter vLLM's caches; a `Grant` turns ON_GRANT into NOW.
     """
 
     seq: int
@@ -44,6 +57,7 @@ class AdapterOrder:
     displace: tuple[int, ...] = ()
     activate: bool = True
     verify: Verify = Verify.NO
+    placing: Placing = Placing.NOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class AdapterState:
         digest: 32 bytes of SHA-256 over the content that was loaded.
         load_seq: number of the load these weights come from, rising per rank.
         in_slot: it also is in a GPU slot.
-        nbytes: size of its files.
+        nbytes: size of its weights in host memory.
         pinned: the operator pinned it; only an unload takes it out.
     """
 
@@ -73,6 +87,7 @@ class OrderResult:
 
     `error` is empty or one sentence for the user.  `seconds` is the time spent reading,
     hashing and installing, without waiting: 0.0 when the adapter was right already.
+    `read`: its weights were read from the files.
     """
 
     seq: int
@@ -80,6 +95,7 @@ class OrderResult:
     ok: bool
     error: str = ""
     seconds: float = 0.0
+    read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +103,24 @@ class AdapterReport:
     """What one rank's adapters look like after a step.
 
     Args:
-        acked_seq: every order up to this number is finished, well or badly.
+        last_seq: every order up to this number has arrived.
         rpc_seq: add, remove and pin calls executed so far outside a step.
         states: all adapters in vLLM's host cache, by id.
         results: orders finished since the last report.
-        changed: something above differs from the last report.
+        changed: something differs from the last report.
+        open: numbers of orders that have not ended, well or badly.
+        read: those of them whose weights are in hand, waiting for a grant.
     """
 
-    acked_seq: int
+    last_seq: int
     rpc_seq: int
     states: tuple[AdapterState, ...]
     results: tuple[OrderResult, ...]
     changed: bool
+    open: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+
+    @property
+    def acked_seq(self) -> int:
+        """Every order up to this number has ended."""
+        return min(self.open) - 1 if self.open else self.last_seq

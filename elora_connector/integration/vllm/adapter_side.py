@@ -60,8 +60,7 @@ class AdapterSide:
     def arrived(self, tracker: RequestTracker) -> None:
         """Start loading the request's adapter, or looking at its files, at once."""
         if tracker.lora_id is not None:
-            waiting = (t.lora_id for t in self._trackers.values() if t.lora_id is not None)
-            self._gate.arrived(tracker, waiting)
+            self._gate.arrived(tracker)
 
     def identity(self, tracker: RequestTracker) -> Identity | None:
         """Whose KV the request may use; None while its weights are not known."""
@@ -148,6 +147,7 @@ class AdapterSide:
     def fill(self, step: StepMetadata) -> None:
         """Orders for the workers; then what must be done in every step."""
         step.orders = self._gate.take_orders(self._live_ids)
+        step.grants = tuple(self.ledger.take_grants())
         step.cancelled = tuple(self.ledger.take_cancelled())
         step.rpcs = self.ledger.rpcs
         step.protected = frozenset(self.ledger.taken())

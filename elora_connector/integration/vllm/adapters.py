@@ -8,11 +8,10 @@ forward, because vLLM computes logits with the slots of that batch afterwards.
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 from vllm.exceptions import LoRAAdapterNotFoundError
@@ -30,47 +29,28 @@ from elora_connector.integration.vllm.adapter_messages import (
     AdapterOrder,
     AdapterReport,
     AdapterState,
+    Grant,
     OrderResult,
+    Placing,
     Verify,
 )
 from elora_connector.integration.vllm.daemon_pool import DaemonPool
 from elora_connector.integration.vllm.lora_caches import LoraCaches, NoRoomError
+from elora_connector.integration.vllm.pending_orders import Pending, Stage
 
 __all__ = [
     "AdapterAgent",
     "AdapterOrder",
     "AdapterReport",
     "AdapterState",
+    "Grant",
     "OrderResult",
+    "Placing",
     "Verify",
 ]
 
 LOADER_THREADS = 8
 """Two would do for speed; the others are for adapters whose files hang."""
-
-
-class _Stage(enum.Enum):
-    QUEUED = "queued"
-    """An earlier order for the same adapter comes first."""
-    WORKING = "working"
-    READY = "ready"
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """An order on its way: `model` was read for it, or `kept` confirms the loaded weights."""
-
-    order: AdapterOrder
-    stage: _Stage = _Stage.QUEUED
-    future: Future[Any] | None = None
-    model: Any | None = None
-    kept: LoadInfo | None = None
-    seconds: float = 0.0
-
-    @property
-    def touched(self) -> frozenset[int]:
-        order = self.order
-        return frozenset((order.lora_id, *order.evict, *order.displace))
 
 
 class AdapterAgent:
@@ -83,7 +63,7 @@ class AdapterAgent:
         self._loader = loader
         self._caches = caches
         self._pool = pool
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._last_seq = 0
         self._results: list[OrderResult] = []
         self._protected: frozenset[int] = frozenset()
@@ -91,6 +71,7 @@ class AdapterAgent:
         self._entering: frozenset[int] | None = None
         self._rpc_seq = 0
         self._reported: AdapterReport | None = None
+        """The last one that said something new, without results."""
 
     @classmethod
     def attach(cls) -> AdapterAgent | None:
@@ -108,17 +89,26 @@ class AdapterAgent:
 
     # The scheduler's orders
 
-    def submit(self, orders: Iterable[AdapterOrder], protected: frozenset[int]) -> None:
+    def submit(
+        self,
+        orders: Iterable[AdapterOrder],
+        protected: frozenset[int],
+        grants: Iterable[Grant] = (),
+    ) -> None:
         """Take orders and start their background part; at the start of every step.
 
-        An order number seen before is ignored.  `protected` are the ids that only an
-        order may take out, until the next call.
+        An order number seen before is ignored, and so is a grant for an order that is not
+        here any more.  `protected` are the ids that only an order may take out, until the
+        next call.
         """
         self.protect(protected)
         for order in orders:
             if order.seq > self._last_seq:
                 self._last_seq = order.seq
-                self._pending[order.seq] = _Pending(order)
+                self._pending[order.seq] = Pending(order)
+        for grant in grants:
+            if grant.seq in self._pending:
+                self._pending[grant.seq].grant(grant)
         self._start_heads()
 
     def cancel(self, seqs: Iterable[int]) -> None:
@@ -161,15 +151,19 @@ class AdapterAgent:
             if (info := load_info(model)) is not None
         )
         results, self._results = tuple(self._results), []
-        acked = min(self._pending) - 1 if self._pending else self._last_seq
-        last = self._reported
-        changed = (
-            last is None
-            or bool(results)
-            or (acked, self._rpc_seq, states) != (last.acked_seq, last.rpc_seq, last.states)
+        report = AdapterReport(
+            self._last_seq,
+            self._rpc_seq,
+            states,
+            results,
+            False,
+            tuple(self._pending),
+            tuple(seq for seq, pending in self._pending.items() if pending.in_hand),
         )
-        self._reported = AdapterReport(acked, self._rpc_seq, states, results, changed)
-        return self._reported
+        if results or replace(report, results=()) != self._reported:
+            self._reported = replace(report, results=())
+            return replace(report, changed=True)
+        return report
 
     def load_seq(self, lora_id: int) -> int | None:
         """Number of the load whose weights are registered under an id."""
@@ -261,18 +255,21 @@ class AdapterAgent:
         seen: set[int] = set()
         for pending in self._pending.values():
             lora_id = pending.order.lora_id
-            if lora_id not in seen and pending.stage is _Stage.QUEUED:
+            if lora_id not in seen and pending.stage is Stage.QUEUED:
                 self._start(pending)
             seen.add(lora_id)
 
-    def _start(self, pending: _Pending) -> None:
+    def _start(self, pending: Pending) -> None:
         order = pending.order
         info = self._info(order.lora_id)
         pending.model = pending.kept = None
-        if info is not None and order.verify is Verify.NO and _is_same(info, order.request):
-            pending.stage = _Stage.READY
+        if order.request is None:
+            pending.stage = Stage.READY
             return
-        pending.stage = _Stage.WORKING
+        if info is not None and order.verify is Verify.NO and _is_same(info, order.request):
+            pending.stage = Stage.READY
+            return
+        pending.stage = Stage.WORKING
         pending.future = self._pool.submit(lambda: self._work(order, info))
 
     def _work(self, order: AdapterOrder, info: LoadInfo | None) -> tuple[Any, float]:
@@ -288,21 +285,6 @@ class AdapterAgent:
             found = self._loader.load(request, hash_again=hash_again)
         return found, time.perf_counter() - started
 
-    def _collect(self, pending: _Pending) -> bool:
-        """Move a finished background result into the order, or raise its error."""
-        if pending.stage is not _Stage.WORKING:
-            return pending.stage is _Stage.READY
-        if pending.future is None or not pending.future.done():
-            return False
-        found, seconds = pending.future.result()
-        pending.seconds += seconds
-        pending.stage = _Stage.READY
-        if isinstance(found, LoadInfo):
-            pending.kept = found
-        else:
-            pending.model = found
-        return True
-
     def _take_background(self, request: Any) -> Any | None:
         """The model a background load has read or is reading for this request."""
         lora_id = request.lora_int_id
@@ -310,11 +292,11 @@ class AdapterAgent:
         if head is None or head.future is None:
             return None
         if head.future.cancel():
-            head.stage, head.future = _Stage.QUEUED, None
+            head.stage, head.future = Stage.QUEUED, None
             return None
         wait((head.future,))
         try:
-            self._collect(head)
+            head.collect()
         except Exception:  # noqa: BLE001  (comes with the order's result; loading raises it anew)
             return None
         usable = head.model is not None and self._loader.is_current(request, head.model)
@@ -341,11 +323,11 @@ class AdapterAgent:
         self._start_heads()
 
     def _try_finish(
-        self, pending: _Pending, batch: frozenset[int], may_replace: bool
+        self, pending: Pending, batch: frozenset[int], may_replace: bool
     ) -> OrderResult | None:
         """The result, or None if the order has to wait."""
         try:
-            if not self._collect(pending):
+            if not pending.collect() or pending.order.placing is Placing.ON_GRANT:
                 return None
         except Exception as error:  # noqa: BLE001  (whatever it is, it is one adapter's fault)
             return _failed(pending, cause_of(error))
@@ -354,13 +336,23 @@ class AdapterAgent:
                 return None
         except Exception as error:  # noqa: BLE001  (the same)
             return _failed(pending, f"its weights do not fit the model ({error})")
-        return OrderResult(pending.order.seq, pending.order.lora_id, True, seconds=pending.seconds)
+        return OrderResult(
+            pending.order.seq,
+            pending.order.lora_id,
+            True,
+            seconds=pending.seconds,
+            read=pending.read,
+        )
 
-    def _place(self, pending: _Pending, batch: frozenset[int], may_replace: bool) -> bool:
+    def _place(self, pending: Pending, batch: frozenset[int], may_replace: bool) -> bool:
         """Change vLLM's caches as ordered; False, with nothing changed, if it must wait."""
         order = pending.order
         lora_id = order.lora_id
+        if order.request is None:
+            return self._evict(order, batch)
         current = self._caches.peek(lora_id)
+        if order.placing is Placing.IN_PLACE and current is None:
+            return True  # it has left meanwhile: nothing to look at again
         model = self._newer(pending.model, current)
         if model is None and load_info(current) is None:
             # Taken out behind the order's back since it was looked at.
@@ -383,7 +375,16 @@ class AdapterAgent:
             pending.seconds += time.perf_counter() - started
         return True
 
-    def _put(self, pending: _Pending, model: Any | None, current: Any | None) -> None:
+    def _evict(self, order: AdapterOrder, batch: frozenset[int]) -> bool:
+        """Only make room; what the operator pinned stays."""
+        gone = [i for i in order.evict if i not in self._caches.pinned()]
+        if not batch.isdisjoint(gone):
+            return False
+        for lora_id in gone:
+            self._caches.remove(lora_id)
+        return True
+
+    def _put(self, pending: Pending, model: Any | None, current: Any | None) -> None:
         order = pending.order
         if model is not None:
             self._caches.install(model, activate=order.activate)
@@ -406,10 +407,10 @@ class AdapterAgent:
         return load_info(self._caches.peek(lora_id))
 
 
-def _failed(pending: _Pending, cause: str) -> OrderResult:
+def _failed(pending: Pending, cause: str) -> OrderResult:
     order: Any = pending.order
     message = describe(order.request, cause)
-    return OrderResult(order.seq, order.lora_id, False, message, pending.seconds)
+    return OrderResult(order.seq, order.lora_id, False, message, pending.seconds, pending.read)
 
 
 def _is_same(info: LoadInfo, request: Any) -> bool:

@@ -8,11 +8,12 @@ has one content in the GPU prefix cache at a time (vLLM hashes names, not conten
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elora_connector.core.ledger import AdapterLedger, Check, Gate, Loaded, Order
+from elora_connector.core.adapter_orders import Acks, Check, Gate, Loaded, Order
+from elora_connector.core.ledger import AdapterLedger
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, AdapterReport, Verify
 from elora_connector.integration.vllm.requests import RequestTracker
 
@@ -74,14 +75,14 @@ class AdapterGate:
 
     # ---- requests ---------------------------------------------------------------
 
-    def arrived(self, tracker: RequestTracker, wanted: Iterable[int]) -> None:
-        """A LoRA request came in: start loading, and looking at changed files, at once."""
+    def arrived(self, tracker: RequestTracker) -> None:
+        """A LoRA request came in: start reading, and looking at changed files, at once."""
         lora = tracker.request.lora_request
         self._requests[lora.lora_int_id] = lora
         tracker.checks_adapter = bool(lora.load_inplace)
         check = Check.IF_CHANGED if lora.load_inplace else Check.NONE
         self.ledger.register(lora.lora_int_id, lora.lora_name, check)
-        self.ledger.prefetch(lora.lora_int_id, wanted)
+        self.ledger.read_ahead(lora.lora_int_id)
 
     def ask(self, tracker: RequestTracker, now: float) -> tuple[Passage, str]:
         """May a LoRA request's KV be surfaced now?  With the reason when not (idempotent)."""
@@ -138,16 +139,17 @@ class AdapterGate:
         return tuple(self._spell_out(order) for order in self.ledger.take_orders())
 
     def _spell_out(self, order: Order) -> AdapterOrder:
-        lora = self._requests[order.lora_id]
+        lora = None if order.lora_id is None else self._requests[order.lora_id]
         return AdapterOrder(
             seq=order.seq,
-            name=lora.lora_name,
-            lora_id=order.lora_id,
+            name="" if lora is None else lora.lora_name,
+            lora_id=order.lora_id or 0,
             request=lora,
             evict=order.evict,
             displace=order.displace,
             activate=order.activate,
             verify=_VERIFY[order.check],
+            placing=order.placing,
         )
 
     def rpc(self, lora_request: Any | None, lora_id: int) -> None:
@@ -173,6 +175,7 @@ class AdapterGate:
     def _note_failures(self, report: AdapterReport, outcome: ReportOutcome) -> None:
         for result in report.results:
             if not result.ok:
+                self.ledger.failed(result.seq, result.lora_id)
                 outcome.failures.setdefault(result.lora_id, result.error)
 
     def _agree(self, outcome: ReportOutcome) -> None:
@@ -188,9 +191,7 @@ class AdapterGate:
                 self._cached.pop(now.name, None)
         # Ranks reload at different steps: what users began with is remembered meanwhile.
         self._loads = {i: load for i, load in self._loads.items() if i in users} | loaded
-        self.ledger.on_report(
-            min(report.acked_seq for report in reports), min(self._rank_rpcs.values()), loaded
-        )
+        self.ledger.on_report(_acks(reports), min(self._rank_rpcs.values()), loaded)
         self._settle_disputes(differing, outcome)
 
     def _settle_disputes(self, differing: Mapping[int, str], outcome: ReportOutcome) -> None:
@@ -204,6 +205,14 @@ class AdapterGate:
                     f"adapter '{name}' differs between the workers' machines"
                 )
             self._disputed ^= {lora_id}
+
+
+def _acks(reports: list[AdapterReport]) -> Acks:
+    """An order has ended when it has on every rank, and is read when no rank still reads."""
+    still_open = frozenset(seq for report in reports for seq in report.open)
+    reading = {seq for report in reports for seq in set(report.open).difference(report.read)}
+    upto = min(report.last_seq for report in reports)
+    return Acks(upto, still_open, frozenset(s for s in still_open - reading if s <= upto))
 
 
 def _compare(reports: list[AdapterReport]) -> tuple[dict[int, Loaded], dict[int, str]]:
@@ -223,5 +232,6 @@ def _compare(reports: list[AdapterReport]) -> tuple[dict[int, Loaded], dict[int,
             tuple(state.load_seq for state in every),
             all(state.in_slot for state in every),
             any(state.pinned for state in every),
+            max(state.nbytes for state in every),
         )
     return loaded, differing

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from elora_connector.core.adapter_orders import Grant
 from elora_connector.core.types import ChunkKey, Identity
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, AdapterReport
 from elora_connector.tiers.host import SlotRef
@@ -84,7 +85,7 @@ class StepMetadata(KVConnectorMetadata):
     `rpcs` is the scheduler's count of out-of-step adapter calls; workers echo it, which
     tells the scheduler whether a report was made before or after such a call.
     `idle`: no forward in this step.  `drain`: finish all stores under way first.
-    `cancelled`: numbers of orders to forget.
+    `grants`: places for orders sent before.  `cancelled`: numbers of orders to forget.
     `protected`: adapters that no worker may evict on its own account.
     """
 
@@ -92,6 +93,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = True
     drain: bool = False
     orders: tuple[AdapterOrder, ...] = ()
+    grants: tuple[Grant, ...] = ()
     cancelled: tuple[int, ...] = ()
     protected: frozenset[int] = frozenset()
     stores: list[StoreOrder] = field(default_factory=list)

@@ -124,7 +124,7 @@ class WorkerSide:
                 ticket.wait()
         if self._agent is not None:
             self._agent.cancel(step.cancelled)
-            self._agent.submit(step.orders, step.protected)
+            self._agent.submit(step.orders, step.protected, step.grants)
         for fetch in step.fetches:
             assert self._io is not None
             self._io.read(
