@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elora_connector.config import EloraConfig
+from elora_connector.core.adapter_nodes import AdapterNodes, LedgerAdapters
 from elora_connector.core.cost_model import CostSettings, EloraPolicy, SwapOut, Terms
 from elora_connector.core.demand import Demand
+from elora_connector.core.host_room import HostRoom
 from elora_connector.core.ledger import AdapterLedger, Level
+from elora_connector.core.node import NodeKind
 from elora_connector.core.policy import EvictionPolicy, policy_named
 from elora_connector.core.rates import Rates
 from elora_connector.core.tree import DependencyTree
@@ -27,10 +30,10 @@ from elora_connector.tiers.redis_cluster import redis_tier
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """vLLM's `max_loras` and `max_cpu_loras`."""
+    """vLLM's `max_loras`, and `max_cpu_loras` or None where only bytes are to bound it."""
 
     slots: int
-    host_capacity: int
+    host_capacity: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,22 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterParts:
+    """The ledger, and its adapters as nodes of the tree."""
+
+    ledger: AdapterLedger
+    nodes: AdapterNodes
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """What the scheduler side is built from; `ledger` is None without LoRA, `lookup`
+    """What the scheduler side is built from; `adapters` is None without LoRA, `lookup`
     without a remote tier."""
 
     manager: Manager
     scoring: Scoring
     recorder: Recorder
-    ledger: AdapterLedger | None
+    adapters: AdapterParts | None
     lookup: RemoteLookup | None
     ranks: int
 
@@ -89,23 +100,37 @@ def assemble_scheduler(
     slots = host_slots(config, chunk_bytes)
     tree = assemble_tree(config, chunk_bytes)
     scoring = assemble_scoring(config, tree)
-    victims = VictimQueue(tree, Tier.HOST, scoring.policy)
+    chunks = VictimQueue(tree, Tier.HOST, scoring.policy, kind=NodeKind.CHUNK)
+    room = HostRoom(tree, chunks, config.host_bytes)
     put_limit = max(1, config.remote.write_queue_bytes // chunk_bytes)
     manager = Manager(
         tree,
         SlotPool(slots),
-        victims,
+        room,
         ranks=len(ranks),
         pin_limit=max(1, int(config.pin_share * slots)),
         put_limit=put_limit if remote is not None else 0,
     )
-    ledger = None
+    adapters = None
     if lora is not None:
-        ledger = AdapterLedger(lora.slots, lora.host_capacity, Level(config.residency))
+        adapters = assemble_adapters(lora, Level(config.residency), manager, room, scoring)
     lookup = None
     if remote is not None:
         lookup = RemoteLookup(remote, ranks, config.remote.ttl_s)
-    return SchedulerParts(manager, scoring, recorder, ledger, lookup, len(ranks))
+    return SchedulerParts(manager, scoring, recorder, adapters, lookup, len(ranks))
+
+
+def assemble_adapters(
+    lora: LoraLimits, level: Level, manager: Manager, room: HostRoom, scoring: Scoring
+) -> AdapterParts:
+    """Ledger and nodes, joined with each other and with the host budget."""
+    ledger = AdapterLedger(lora.slots, lora.host_capacity, level)
+    nodes = AdapterNodes(manager.tree, scoring.exchange)
+    nodes.make_bytes = manager.make_bytes
+    ledger.places.listener = nodes
+    ledger.places.chooser = nodes
+    room.adapters = LedgerAdapters(ledger, nodes)
+    return AdapterParts(ledger, nodes)
 
 
 def assemble_tree(config: EloraConfig, chunk_bytes: int) -> DependencyTree:

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elora_connector.core.node import Node, NodeKind
+from elora_connector.core.host_room import HostRoom, split
+from elora_connector.core.node import AdapterNode, Node, NodeKind
 from elora_connector.core.policy import EvictionPolicy
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import ChunkKey, Identity, Residency, Tier
-from elora_connector.core.victims import VictimQueue
 from elora_connector.errors import InvariantError
 from elora_connector.tiers.host import SlotPool, SlotRef
 
@@ -58,6 +58,8 @@ class Job:
     identity: Identity
     items: tuple[Item, ...]
     request_id: str
+    adapter: AdapterNode
+    """Pinned while a copy to or from the GPU is under way."""
     done_ranks: set[int] = field(default_factory=set)
     ok_items: int = 0
 
@@ -86,7 +88,7 @@ class Manager:
     Args:
         tree: the dependency tree; this object is its only writer.
         slots: host slots of one rank (all ranks mirror each other).
-        victims: chooses what leaves the host tier.
+        room: the host tier's budget, and what leaves it.
         ranks: how many ranks must report before a job has ended.
         pin_limit: most slots that waiting requests may pin at a time.
         put_limit: most chunks whose remote write may be under way at a time.
@@ -96,7 +98,7 @@ class Manager:
         self,
         tree: DependencyTree,
         slots: SlotPool,
-        victims: VictimQueue,
+        room: HostRoom,
         *,
         ranks: int,
         pin_limit: int,
@@ -104,7 +106,7 @@ class Manager:
     ) -> None:
         self.tree = tree
         self.slots = slots
-        self._victims = victims
+        self._room = room
         self._ranks = ranks
         self._pin_limit = pin_limit
         self._put_limit = put_limit
@@ -123,7 +125,7 @@ class Manager:
     @property
     def policy(self) -> EvictionPolicy:
         """What chunks are worth, in every tier."""
-        return self._victims.policy
+        return self._room.policy
 
     # ---- look-up (no state change) ----------------------------------------------
 
@@ -320,7 +322,7 @@ class Manager:
             if node.resident(Tier.HOST):
                 forgotten += node.ready(Tier.HOST)
                 self._free(SlotRef(node.slot, node.generation))
-        self.tree.reset()
+        self.tree.drop_chunks()
         self._fetching.clear()
         self._waiting.clear()
         self._wait_pins.clear()
@@ -341,19 +343,44 @@ class Manager:
 
     def _make_room(self, count: int, parent: Node, now: float) -> bool:
         """Free slots for `count` chunks below `parent`, which itself must stay."""
-        missing = count - self.slots.free
-        if missing <= 0:
-            return True
         self.tree.pin(parent)
         try:
-            victims = self._victims.select_count(missing, now)
+            victims = self._room.for_chunks(count, self.slots.free, now)
         finally:
             self.tree.unpin(parent)
-        for node in victims:
-            self._evict(node, keep=parent.adapter)
+        if victims is None:
+            return False
+        adapters = self._evict_chunks(victims, keep=parent.adapter)
+        if adapters:
+            self._room.adapters.evict(adapters)
         return self.slots.free >= count
 
-    def _evict(self, node: Node, keep: Node | None) -> None:
+    def make_bytes(
+        self, nbytes: int, spare: Sequence[AdapterNode], now: float
+    ) -> list[AdapterNode] | None:
+        """Let `nbytes` of adapter weights into the host budget; chunks leave at once.
+
+        Returns:
+            Those of `spare` that have to leave too; None: there is no way, nothing changed.
+        """
+        victims = self._room.for_bytes(nbytes, spare, now)
+        return None if victims is None else self._evict_chunks(victims, keep=None)
+
+    def trim(self, now: float) -> None:
+        """Back into the budget, as far as possible, after weights turned out larger."""
+        while victims := self._room.overdrawn(now):
+            adapters = self._evict_chunks(victims, keep=None)
+            if adapters:
+                self._room.adapters.evict(adapters)
+
+    def _evict_chunks(self, victims: Sequence[Node], keep: AdapterNode | None) -> list[AdapterNode]:
+        """Evict a plan's chunks, and return its adapters."""
+        chunks, adapters = split(victims)
+        for node in chunks:
+            self._evict(node, keep)
+        return adapters
+
+    def _evict(self, node: Node, keep: AdapterNode | None) -> None:
         """`keep`: the adapter that room is made for; others leave with their last chunk."""
         ref = SlotRef(node.slot, node.generation)
         adapter = node.adapter
@@ -361,8 +388,8 @@ class Manager:
         self.tree.set_absent(node, Tier.HOST)
         self._free(ref)
         self.evictions += 1
-        if adapter is not None and adapter is not keep and not adapter.children:
-            self.tree.forget_adapter(adapter)
+        if adapter is not None and adapter is not keep:
+            self.tree.forget_if_unused(adapter)
 
     def _reserve(self, index: int, node: Node, put: bool) -> Item:
         ref = self.slots.take()
@@ -380,7 +407,14 @@ class Manager:
     ) -> Job | None:
         if not items:
             return None
-        job = Job(self._next_job, kind, identity, tuple(items), request_id, ok_items=len(items))
+        adapter = items[0].node.adapter
+        if adapter is None:
+            raise InvariantError(f"I1: {items[0].node!r} has no adapter")
+        job = Job(
+            self._next_job, kind, identity, tuple(items), request_id, adapter, ok_items=len(items)
+        )
+        if kind is not JobKind.FETCH:
+            self.tree.pin(adapter)
         self._next_job += 1
         self._jobs[job.id] = job
         return job
@@ -395,6 +429,8 @@ class Manager:
     # ---- inside: ending -------------------------------------------------------------
 
     def _end(self, job: Job) -> None:
+        if job.kind is not JobKind.FETCH:
+            self.tree.unpin(job.adapter)
         if job.kind is JobKind.LOAD:
             for item in job.items:
                 if self._mine(item):
@@ -492,6 +528,10 @@ class Manager:
         for ref in owned | self._orphans:
             if not self.slots.current(ref):
                 raise InvariantError(f"I5: slot {ref.slot} has another owner")
+        pinned = Counter(j.adapter for j in self._jobs.values() if j.kind is not JobKind.FETCH)
+        for adapter, jobs in pinned.items():
+            if adapter.attached and adapter.pins < jobs:
+                raise InvariantError(f"I2: {adapter!r} has {jobs} copies under way")
 
     def _owned(self) -> Iterator[SlotRef]:
         for node in self.tree.chunks:

@@ -228,21 +228,16 @@ class AdapterPlaces:
         if evict is None or (slot and self._for_slot(entry, evict, protect, now) is None):
             return None
         if not entry.has_place:
-            spare = [e.lora_id for e in self if self._may_leave_host(e, protect)]
-            spare = [i for i in spare if i not in evict and i != entry.lora_id]
-            more = self.chooser.make_room(entry.lora_id, evict, spare, now)
+            more = self._for_bytes(entry, evict, protect, now)
             if more is None:
                 return None
             evict += more
         displace = self._for_slot(entry, evict, protect, now) if slot else ()
         return None if displace is None else Victims(evict, displace)
 
-    def may_leave_host(self, lora_id: int, protect: Container[int]) -> bool:
-        """Could a chunk have this adapter's host memory?  A slot's worth of them stays."""
-        entry = self._entries.get(lora_id)
-        return (
-            entry is not None and self._may_leave_host(entry, protect) and self.hosted > self.slots
-        )
+    def may_leave_host(self, entry: Entry, protect: Container[int]) -> bool:
+        """Is it in the host cache, and could another adapter or chunk have its place?"""
+        return entry.in_host and _may_go(entry, protect)
 
     def _beyond_heads(
         self, entry: Entry, protect: Container[int], now: float
@@ -252,7 +247,18 @@ class AdapterPlaces:
         excess = self.hosted - self.host_capacity + 1
         if excess <= 0:
             return ()
-        return self._lowest(excess, (e for e in self if self._may_leave_host(e, protect)), now)
+        return self._lowest(excess, (e for e in self if self.may_leave_host(e, protect)), now)
+
+    def _for_bytes(
+        self, entry: Entry, evicted: tuple[int, ...], protect: Container[int], now: float
+    ) -> tuple[int, ...] | None:
+        beyond = self.hosted - len(evicted) + 1 - self.slots
+        spare = [e.lora_id for e in self if self.may_leave_host(e, protect)]
+        spare = self.chooser.rank([i for i in spare if i not in evicted], now)
+        more = self.chooser.make_room(entry.lora_id, evicted, spare[: max(0, beyond)], now)
+        if more is None and beyond <= 0:
+            return ()  # a slot's worth of adapters passes the budget rather than waits
+        return more
 
     def _for_slot(
         self, entry: Entry, evicted: Container[int], protect: Container[int], now: float
@@ -269,10 +275,6 @@ class AdapterPlaces:
             return None
         ranked = self.chooser.rank(candidates, now)
         return tuple(ranked[:count]) if len(ranked) >= count else None
-
-    @staticmethod
-    def _may_leave_host(entry: Entry, protect: Container[int]) -> bool:
-        return entry.in_host and _may_go(entry, protect)
 
     # ---- orders and reports ------------------------------------------------------
 

@@ -277,7 +277,7 @@ class AdapterLedger:
     def evict(self, lora_ids: Iterable[int]) -> None:
         """Order adapters out of the host cache: their memory goes to KV.
 
-        The caller has asked `places.may_leave_host` with `taken()`.
+        The caller has asked `places.may_leave_host` about those that are `taken()`.
         """
         self._seq += 1
         order = Order(self._seq, None, evict=tuple(lora_ids), read=True)

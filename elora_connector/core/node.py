@@ -114,9 +114,10 @@ class AdapterNode(Node):
     """One identity.  `index` is never reused within a tree, so arrays may be keyed by it.
 
     `always_resident` marks the base model: it needs no slot, so no residency is set for it.
+    `kept` counts who wants to find it again, with its visits, when it is nowhere.
     """
 
-    __slots__ = ("always_resident", "identity", "index")
+    __slots__ = ("always_resident", "identity", "index", "kept")
 
     kind = NodeKind.ADAPTER
 
@@ -135,6 +136,7 @@ class AdapterNode(Node):
         self.identity = identity
         self.index = index
         self.always_resident = always_resident
+        self.kept = 0
 
     def _label(self) -> str:
         return f"adapter {self.identity}"

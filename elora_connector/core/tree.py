@@ -166,17 +166,32 @@ class DependencyTree:
         return node
 
     def forget_adapter(self, node: AdapterNode) -> None:
-        """Remove an adapter that has no chunks, no residency and no pins.
+        """Remove an adapter that has no chunks, residency or pins and nobody keeps.
 
         Raises:
             InvariantError: it has some; nothing changed.
         """
         self._require_attached(node)
-        if node.children or node.pins or any(map(node.resident, TIERS)):
+        if _in_use(node):
             raise InvariantError(f"I1: {node!r} is in use and cannot be forgotten")
         del self._adapters[node.identity]
         node.parent = None
         self.adapter_changes += 1
+
+    def keep(self, node: AdapterNode) -> None:
+        """Remember an adapter that is nowhere until as many `unkeep`."""
+        self._require_attached(node)
+        node.kept += 1
+
+    def unkeep(self, node: AdapterNode) -> None:
+        """Undo one `keep`; forgets the adapter if it is unused."""
+        node.kept -= 1
+        self.forget_if_unused(node)
+
+    def forget_if_unused(self, node: AdapterNode) -> None:
+        """`forget_adapter`, unless it has chunks, residency or pins, or is to be kept."""
+        if not _in_use(node) and node.attached:
+            self.forget_adapter(node)
 
     def add(self, parent: Node, key: ChunkKey, now: float, nbytes: int | None = None) -> Node:
         """Get or create the chunk `key` under `parent`, ABSENT in every tier.
@@ -244,6 +259,28 @@ class DependencyTree:
             table.clear()
         self._clear()
         self.adapter_changes += 1
+
+    def drop_chunks(self) -> None:
+        """Drop every chunk.  Adapters stay where they are: their weights were not touched.
+
+        All counts are made anew, so this also mends a tree that was found inconsistent.
+        """
+        adapters = list(self._adapters.values())
+        for adapter in adapters:
+            adapter.children = None
+            adapter.resident_children = [0] * len(TIERS)
+        staying = [adapter for adapter in adapters if _in_use(adapter)]
+        self.reset()
+        for adapter in staying:
+            self._adapters[adapter.identity] = adapter
+            adapter.parent = self.root
+            self._pinned += adapter.pins > 0
+            for tier in TIERS:
+                if adapter.resident(tier):
+                    self._used[adapter.kind][tier] += adapter.nbytes
+                    self._resident[adapter.kind][tier] += 1
+                    self.root.resident_children[tier] += 1
+                self._list_if_leaf(adapter, tier)
 
     # Residency
 
@@ -460,6 +497,12 @@ def needs_to_stay(node: Node, tier: Tier) -> bool:
     if not isinstance(node, AdapterNode):
         return True
     return tier is _GPU and not node.always_resident
+
+
+def _in_use(adapter: AdapterNode) -> bool:
+    return bool(
+        adapter.children or adapter.pins or adapter.kept or any(map(adapter.resident, TIERS))
+    )
 
 
 def _unused(node: Node) -> bool:

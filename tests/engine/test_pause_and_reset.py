@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elora_connector.core.node import NodeKind
 from elora_connector.core.types import Tier
 from tests.support.engine import Engine, engine, lora, prompt
 from tests.support.oracle import Oracle
@@ -84,7 +85,7 @@ def test_sleep_ends_in_time_while_redis_hangs(
     began = time.monotonic()
     stuck.core.sleep(level=1, mode="abort")
     assert time.monotonic() - began < BOUND_S
-    assert stuck.side.manager.tree.num_resident(Tier.HOST) == 0
+    assert stuck.side.manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK) == 0
     stuck.core.wake_up()
     stuck.llm.llm_engine.abort_request(["one"])
     civil = lora("civil", 1, tiny.adapters["civil"])
@@ -103,7 +104,7 @@ def test_reset_ends_in_time_while_redis_hangs(
     began = time.monotonic()
     assert stuck.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
     assert time.monotonic() - began < BOUND_S
-    assert stuck.side.manager.tree.num_resident(Tier.HOST) == 0
+    assert stuck.side.manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK) == 0
     while stuck.scheduler.has_unfinished_requests():
         stuck.llm.llm_engine.step()
     civil = lora("civil", 1, tiny.adapters["civil"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elora_connector.core.node import NodeKind
 from elora_connector.core.types import Tier
 from tests.support.faulty_tier import FaultyTier
 from tests.support.scheduler_rig import STEP_S, SYNC, VARIANTS, Rig, Variant, prompt
@@ -251,7 +252,7 @@ def test_a_thousand_cancels_during_lookup_leave_no_pin(delay: int) -> None:
     manager = rig.side.manager
     assert manager.pinned_by_waiters == 0
     assert manager.tree.pinned == 0
-    assert manager.slots.used == manager.tree.num_resident(Tier.HOST) <= 4
+    assert manager.slots.used == manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK) <= 4
     assert manager.open_jobs == 0
     (answer,) = rig.run(rig.submit("a", prompt(17)))
     assert answer.reason == "length"

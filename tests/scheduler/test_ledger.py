@@ -359,7 +359,8 @@ class LedgerLife(RuleBasedStateMachine):
 
     @rule(lora_id=st.integers(1, 5))
     def memory_goes_to_kv(self, lora_id: int) -> None:
-        if self.ledger.places.may_leave_host(lora_id, self.ledger.taken()):
+        entry = self.ledger.places.get(lora_id)
+        if entry and self.ledger.places.may_leave_host(entry, self.ledger.taken()):
             self.ledger.evict([lora_id])
             assert self.ledger.identity(lora_id) is None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elora_connector.core.node import NodeKind
 from elora_connector.core.types import Tier
 from elora_connector.integration.vllm.metadata import RankReport, WorkerReport
 from elora_connector.tiers.host import SlotRef
@@ -25,7 +26,7 @@ DELAYS = (0, 1, 2)
 
 
 def stored(rig: Rig) -> int:
-    return rig.side.manager.tree.num_resident(Tier.HOST)
+    return rig.side.manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK)
 
 
 def planned_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -30,9 +30,13 @@ from tests.support.rig_bytes import Delays, Events
 
 
 class Disk:
-    """Adapter "files": path -> content.  A path that is not there cannot be loaded."""
+    """Adapter "files": path -> content.  A path that is not there cannot be loaded.
 
-    def __init__(self) -> None:
+    `nbytes`: size of every adapter's weights.
+    """
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.nbytes = nbytes
         self._content: dict[str, str] = {}
         self._version = itertools.count(1)
 
@@ -76,6 +80,7 @@ class RigLoader:
             next(self._next_seq),
             (),
             True,
+            self._disk.nbytes,
         )
         stamp(model, info)
         return model

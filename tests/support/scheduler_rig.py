@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from elora_connector import plugin
 from elora_connector.core.invariants import check_tree
+from elora_connector.core.node import NodeKind
 from elora_connector.core.types import Rank, Tier
 from elora_connector.integration.vllm import build, worker_side
 from elora_connector.metrics import Recorder
@@ -423,7 +424,9 @@ class Rig:
         assert manager.open_jobs == manager.open_puts == manager.pinned_by_waiters == 0
         assert manager.tree.pinned == 0, "a pin is left"
         assert self.side.pool.pinned == 0
-        assert manager.slots.used == manager.tree.num_resident(Tier.HOST), "a host slot leaked"
+        assert manager.slots.used == manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK), (
+            "a host slot leaked"
+        )
         assert not self.side._trackers
         assert not self.ledger.taken(), "an adapter is held for nobody"
         self.check()

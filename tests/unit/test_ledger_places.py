@@ -154,13 +154,11 @@ def test_a_read_that_failed_on_one_rank_is_withdrawn_on_all() -> None:
     assert len(ledger.take_orders()) == 1, "the next ask reads again"
 
 
-def test_memory_for_kv_comes_from_adapters_beyond_a_slots_worth() -> None:
+def test_memory_that_goes_to_kv_counts_as_gone_from_the_order_on() -> None:
     ledger = ledger_with(1, 2, slots=1, host=3)
-    ledger.on_report(Acks(0), 0, loaded(1))
-    assert not ledger.places.may_leave_host(1, ())
     ledger.on_report(Acks(0), 0, {**loaded(1), **loaded(2, in_slot=False)})
-    assert ledger.places.may_leave_host(2, ())
-    assert not ledger.places.may_leave_host(2, {2})
+    assert ledger.places.may_leave_host(ledger.places[2], ())
+    assert not ledger.places.may_leave_host(ledger.places[2], {2})
     ledger.evict([2])
     (order,) = ledger.take_orders()
     assert (order.lora_id, order.evict) == (None, (2,))

@@ -27,7 +27,6 @@ from elora_connector.integration.vllm.identity import (
     adapter_digest,
     is_settled,
     stat_key,
-    total_bytes,
 )
 
 ATTEMPTS = 3
@@ -40,7 +39,7 @@ class LoadInfo:
     """Where loaded weights come from.
 
     `settled` says that `stat` is a safe witness: no write after the load can leave it
-    unchanged.
+    unchanged.  `nbytes` is what the weights take in host memory.
     """
 
     name: str
@@ -49,10 +48,7 @@ class LoadInfo:
     load_seq: int
     stat: StatKey
     settled: bool
-
-    @property
-    def nbytes(self) -> int:
-        return total_bytes(self.stat)
+    nbytes: int
 
 
 def load_info(model: Any) -> LoadInfo | None:
@@ -64,6 +60,18 @@ def load_info(model: Any) -> LoadInfo | None:
 def stamp(model: Any, info: LoadInfo) -> None:
     """Write the stamp."""
     setattr(model, _STAMP, info)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the tensors of a vLLM LoRA model that was not registered yet."""
+    tensors = {
+        id(tensor): tensor
+        for layer in model.loras.values()
+        for weights in (layer.lora_a, layer.lora_b)
+        for tensor in (weights if isinstance(weights, list) else [weights])
+        if tensor is not None
+    }
+    return sum(int(tensor.nbytes) for tensor in tensors.values())
 
 
 def variant_of(request: LoRARequest) -> str:
@@ -169,7 +177,8 @@ class AdapterLoader:
         if not settled and self._hash(request, path) != digest:
             return None
         source = request_source(request)
-        stamp(model, LoadInfo(request.lora_name, source, digest, seq, stat, settled))
+        nbytes = weight_bytes(model)
+        stamp(model, LoadInfo(request.lora_name, source, digest, seq, stat, settled, nbytes))
         return model
 
     def _stat(self, request: LoRARequest) -> tuple[Path, StatKey]:

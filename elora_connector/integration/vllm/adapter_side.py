@@ -12,13 +12,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from elora_connector.core.ledger import AdapterLedger
+from elora_connector.assembly import AdapterParts
+from elora_connector.core.adapter_nodes import check_nodes
 from elora_connector.core.types import BASE, Identity
 from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.compat import CLIENT_ERROR, SERVER_BUSY
 from elora_connector.integration.vllm.gate import AdapterGate, Passage
 from elora_connector.integration.vllm.metadata import StepMetadata, WorkerReport
 from elora_connector.integration.vllm.requests import RequestTracker
+from elora_connector.manager import Manager
 from elora_connector.metrics import Recorder
 
 logger = logging.getLogger("vllm.elora_connector")
@@ -38,14 +40,17 @@ class AdapterSide:
 
     def __init__(
         self,
-        ledger: AdapterLedger,
+        parts: AdapterParts,
+        manager: Manager,
         trackers: Mapping[str, RequestTracker],
         recorder: Recorder,
         *,
         ranks: int,
         deadline_s: float,
     ) -> None:
-        self.ledger = ledger
+        self.ledger = ledger = parts.ledger
+        self.nodes = parts.nodes
+        self._manager = manager
         self.pool: PoolView | None = None
         self._trackers = trackers
         self._recorder = recorder
@@ -57,8 +62,9 @@ class AdapterSide:
 
     # ---- requests ------------------------------------------------------------------
 
-    def arrived(self, tracker: RequestTracker) -> None:
+    def arrived(self, tracker: RequestTracker, now: float) -> None:
         """Start loading the request's adapter, or looking at its files, at once."""
+        self.nodes.now = now
         if tracker.lora_id is not None:
             self._gate.arrived(tracker)
 
@@ -72,16 +78,18 @@ class AdapterSide:
             return True
         if tracker.id in self._failed:
             return False
+        self.nodes.now = now
         passage, reason = self._gate.ask(tracker, now)
         if passage is Passage.FAIL:
             self._fail(tracker, SERVER_BUSY + reason, "adapter_deadline")
             return False
         return self._settle_skip(tracker, passage is Passage.OPEN)
 
-    def admitted(self, tracker: RequestTracker) -> None:
+    def admitted(self, tracker: RequestTracker, now: float) -> None:
         """The request got its blocks: bind it to the weights that are loaded now."""
         if tracker.lora_id is not None:
             self.ledger.scheduled(tracker.id, tracker.lora_id)
+            self.nodes.touch(tracker.lora_id, now)
             tracker.load = self.ledger.load(tracker.lora_id)
 
     def got_blocks(self, tracker: RequestTracker, block_ids: list[int]) -> None:
@@ -144,8 +152,9 @@ class AdapterSide:
                     self.taint(tracker)
             self._drop(name)
 
-    def fill(self, step: StepMetadata) -> None:
+    def fill(self, step: StepMetadata, now: float) -> None:
         """Orders for the workers; then what must be done in every step."""
+        self.nodes.now = now
         step.orders = self._gate.take_orders(self._live_ids)
         step.grants = tuple(self.ledger.take_grants())
         step.cancelled = tuple(self.ledger.take_cancelled())
@@ -155,8 +164,9 @@ class AdapterSide:
         for tracker in self._tainted:
             self._unhash(tracker)  # nobody can hit them: make them the first to be reused
 
-    def on_report(self, report: WorkerReport) -> None:
+    def on_report(self, report: WorkerReport, now: float) -> None:
         """Take in what the ranks say of their adapters."""
+        self.nodes.now = now
         outcome = self._gate.report(
             {rank: (part.rpcs, part.adapters) for rank, part in report.ranks.items()}
         )
@@ -168,6 +178,11 @@ class AdapterSide:
                     self._fail_waiting(tracker, outcome.failures[tracker.lora_id])
         for name in outcome.changed:
             self._drop(name)
+        self._manager.trim(now)  # weights are measured once they are loaded
+
+    def check(self) -> None:
+        """The nodes are where the ledger says; raises InvariantError."""
+        check_nodes(self._manager.tree, self.ledger, self.nodes)
 
     def before_rpc(self, target: Any) -> frozenset[int]:
         """vLLM is about to add, pin or remove an adapter past the scheduler.

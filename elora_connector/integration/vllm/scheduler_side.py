@@ -78,9 +78,10 @@ class SchedulerSide:
         self._clock = clock
         self._trackers: dict[str, RequestTracker] = {}
         self._adapters: AdapterSide | None = None
-        if parts.ledger is not None:
+        if parts.adapters is not None:
             self._adapters = AdapterSide(
-                parts.ledger,
+                parts.adapters,
+                self.manager,
                 self._trackers,
                 self.recorder,
                 ranks=parts.ranks,
@@ -140,7 +141,7 @@ class SchedulerSide:
         if tracker.bypass:
             self.recorder.add("bypassed_requests", 1, tracker.bypass)
         if self._adapters is not None:
-            self._adapters.arrived(tracker)
+            self._adapters.arrived(tracker, self._clock())
         self._look_ahead(tracker)
 
     def _look_ahead(self, tracker: RequestTracker) -> None:
@@ -204,7 +205,7 @@ class SchedulerSide:
         now = self._clock()
         known = len(tracker.blocks)
         if not tracker.admitted:
-            self._admit(tracker)
+            self._admit(tracker, now)
         tracker.blocks = list(block_ids)
         if self._adapters is not None:
             self._adapters.got_blocks(tracker, tracker.blocks)
@@ -254,7 +255,7 @@ class SchedulerSide:
                 fetch_order(self._namespace, *started) for started in self._remote.take_started()
             ]
         if self._adapters is not None:
-            self._adapters.fill(step)
+            self._adapters.fill(step, now)
         if self.gpu is not None:
             self.gpu.before_step(now, len(scheduler_output.num_scheduled_tokens) + 1)
         if self.config.check_invariants:
@@ -269,7 +270,7 @@ class SchedulerSide:
         except InvariantError as error:
             self._recover(error)
         if self._adapters is not None:
-            self._adapters.on_report(report)
+            self._adapters.on_report(report, self._clock())
         self._gauge()
 
     @property
@@ -359,13 +360,13 @@ class SchedulerSide:
 
     # ---- inside: admission -----------------------------------------------------------
 
-    def _admit(self, tracker: RequestTracker) -> None:
+    def _admit(self, tracker: RequestTracker, now: float) -> None:
         tracker.admitted = True
         tracker.tainted = False
         tracker.next_store = 0
         tracker.identity = self._identity(tracker)
         if self._adapters is not None:
-            self._adapters.admitted(tracker)
+            self._adapters.admitted(tracker, now)
         self._count_lookup(tracker)
 
     def _back_to_waiting(self, tracker: RequestTracker) -> None:
@@ -535,5 +536,7 @@ class SchedulerSide:
     def _check(self) -> None:
         check_tree(self.manager.tree)
         self.manager.check()
+        if self._adapters is not None:
+            self._adapters.check()
         if self.gpu is not None:
             self.gpu.check()
