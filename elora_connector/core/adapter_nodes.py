@@ -139,11 +139,18 @@ class AdapterNodes:
         if self.make_bytes is None:
             return ()
         need = self._nbytes(lora_id, self._largest) - sum(self._nbytes(i, 0) for i in leaving)
-        nodes = [self._nodes[i] for i in spare if i in self._nodes and not self._nodes[i].pins]
-        gone = self.make_bytes(need, nodes, now)
-        if gone is None:
-            return None
-        return tuple(i for i in spare if i in self._nodes and self._nodes[i] in gone)
+        free_to_go = [i for i in spare if i in self._nodes and not self._nodes[i].pins]
+        gone = self.make_bytes(need, [self._nodes[i] for i in free_to_go], now)
+        if gone is not None:
+            return tuple(i for i in free_to_go if self._nodes[i] in gone)
+        # Policy or pinned KV leave no room.  One for another of its size is always right.
+        exchanged: list[int] = []
+        for i in free_to_go:
+            if need <= 0:
+                break
+            exchanged.append(i)
+            need -= self._nbytes(i, 0)
+        return tuple(exchanged) if need <= 0 else None
 
     def _nbytes(self, lora_id: int, unknown: int) -> int:
         node = self._nodes.get(lora_id)

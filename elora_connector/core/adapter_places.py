@@ -255,9 +255,10 @@ class AdapterPlaces:
         beyond = self.hosted - len(evicted) + 1 - self.slots
         spare = [e.lora_id for e in self if self.may_leave_host(e, protect)]
         spare = self.chooser.rank([i for i in spare if i not in evicted], now)
-        more = self.chooser.make_room(entry.lora_id, evicted, spare[: max(0, beyond)], now)
-        if more is None and beyond <= 0:
-            return ()  # a slot's worth of adapters passes the budget rather than waits
+        spare = spare[: max(0, beyond)]
+        more = self.chooser.make_room(entry.lora_id, evicted, spare, now)
+        if more is None and len(spare) >= beyond:
+            return tuple(spare)  # a slot's worth passes the budget rather than waits
         return more
 
     def _for_slot(

@@ -60,6 +60,7 @@ class Life(RuleBasedStateMachine):
         loras=st.sampled_from(((1, 1), (1, 2), (2, 2), (2, 3))),
         caching=st.sampled_from((True, True, True, False)),
         beside=st.booleans(),
+        weights=st.sampled_from((0, 0.5, 2)),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class Life(RuleBasedStateMachine):
         loras: tuple[int, int],
         caching: bool,
         beside: bool,
+        weights: float,
     ) -> None:
         note(f"{self.variant.name} delay {delay} ranks {ranks} seed {number} slow {slow}")
         self.random = random.Random(number)
@@ -89,6 +91,7 @@ class Life(RuleBasedStateMachine):
             max_loras=loras[0],
             max_cpu_loras=loras[1],
             prefix_caching=caching,
+            adapter_chunks=weights,
         )
 
     # ---- clients ---------------------------------------------------------------------

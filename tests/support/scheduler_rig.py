@@ -32,6 +32,7 @@ from elora_connector.metrics import Recorder
 from tests.support.faulty_tier import FaultyTier
 from tests.support.rig_adapters import Disk, RigAdapters, fulfil
 from tests.support.rig_bytes import (
+    TOKEN_BYTES,
     Delays,
     Events,
     Memory,
@@ -115,6 +116,7 @@ class Rig:
         settings: entries of `kv_connector_extra_config`.
         delays: see `Delays`.
         host_slots: chunks that fit into the host tier.
+        adapter_chunks: size of every adapter's weights, in chunks.
         connector: False gives stock vLLM on the same workers.
         store: a tier whose values to share, as instances share Redis; None with `remote`
             gives this rig one of its own.
@@ -134,6 +136,7 @@ class Rig:
         seed: int = 0,
         delays: Mapping[str, int | tuple[int, int]] | None = None,
         host_slots: int = 32,
+        adapter_chunks: float = 0,
         connector: bool = True,
         remote: bool = True,
         store: FaultyTier | None = None,
@@ -147,7 +150,7 @@ class Rig:
         self.delays = Delays(seed, **(delays or {}))
         self.now = 1000.0
         self.steps = 0
-        self.disk = Disk()
+        self.disk = Disk(int(adapter_chunks * CHUNK * TOKEN_BYTES))
         for name in ADAPTERS:
             self.disk.put(path_of(name))
         self.tier = FaultyTier(store=store, clock=lambda: self.now) if remote else None
@@ -427,6 +430,10 @@ class Rig:
         assert manager.slots.used == manager.tree.num_resident(Tier.HOST, NodeKind.CHUNK), (
             "a host slot leaked"
         )
+        used, budget = manager.tree.used_bytes(Tier.HOST), self.side.config.host_bytes
+        # A slot's worth of adapters is there whatever the budget says.
+        most = max(budget, self.ledger.slots * self.disk.nbytes)
+        assert used <= most, f"I4: {used} of {budget} bytes"
         assert not self.side._trackers
         assert not self.ledger.taken(), "an adapter is held for nobody"
         self.check()
@@ -460,9 +467,10 @@ class Rig:
         """Every invariant of the scheduler side."""
         self.check_gpu()
         manager = self.side.manager
-        check_tree(manager.tree, {Tier.HOST: manager.slots.capacity * manager.tree.chunk_nbytes})
+        check_tree(manager.tree)
         manager.check()
         ledger = self.ledger
+        self.side._adapters.check()
         assert len(ledger.taken()) <= ledger.slots
         in_slot, in_host = ledger.counts()
         assert in_slot <= ledger.slots, f"{in_slot} adapters in {ledger.slots} slots"
