@@ -8,6 +8,7 @@ import typer
 
 from elora_connector import __version__
 from elora_connector.cli.config import config
+from elora_connector.cli.doctor import doctor
 from elora_connector.cli.inspect import inspect
 from elora_connector.cli.purge import purge
 from elora_connector.cli.verify import verify
@@ -40,6 +41,6 @@ def _options(
     """Options of the command itself."""
 
 
-_COMMANDS: tuple[Any, ...] = (config, inspect, purge, verify)
+_COMMANDS: tuple[Any, ...] = (config, doctor, inspect, purge, verify)
 for _command in _COMMANDS:
     app.command()(_command)

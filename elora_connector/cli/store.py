@@ -139,6 +139,11 @@ class Store:
         """Does any primary hold this key?"""
         return any(shard.ask([("EXISTS", key)]) == [1] for shard in self.shards)
 
+    def remove_everywhere(self, keys: Sequence[bytes]) -> None:
+        """Remove keys from whichever primary has them, as far as this user may."""
+        for shard in self.shards:
+            shard.ask([("UNLINK", key) for key in keys])
+
     def size(self) -> int:
         """Keys of all primaries, ours and others."""
         return sum(shard.size() for shard in self.shards)

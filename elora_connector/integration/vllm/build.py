@@ -18,6 +18,7 @@ from elora_connector.config import (
     load_config,
     memory_budget,
 )
+from elora_connector.core.keys import NAMESPACE_HEX
 from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm import compat
 from elora_connector.integration.vllm.adapters import AdapterAgent
@@ -50,7 +51,7 @@ def build_scheduler_side(vllm_config: Any, kv_cache_config: Any) -> SchedulerSid
     # Read by vLLM's scheduler right after this constructor; "fail" is vLLM's default.
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
     geometry = geometry_of(config, vllm_config, kv_cache_config)
-    weights = _weights(config, vllm_config)
+    weights = weights_of(config, vllm_config)
     if weights is None and config.remote_url is not None:
         logger.warning(
             "the model's weights cannot be identified (load_format %s): the remote tier is off; "
@@ -64,16 +65,14 @@ def build_scheduler_side(vllm_config: Any, kv_cache_config: Any) -> SchedulerSid
     limits = None if lora is None else LoraLimits(lora.max_loras, lora.max_cpu_loras)
     parts = assemble_scheduler(config, geometry.chunk_bytes, ranks, limits, remote, recorder)
     transfer = vllm_config.kv_transfer_config
+    known = weights or os.urandom(32)
+    namespace = namespace_of(config, vllm_config, kv_cache_config, geometry, known)
+    logger.info("namespace %s", namespace.hex()[:NAMESPACE_HEX])
     return SchedulerSide(
         config,
         geometry,
         parts,
-        compute_namespace(
-            vllm_config,
-            _layout(config, vllm_config, kv_cache_config, geometry),
-            weights=weights or os.urandom(32),
-            mac_key_id=mac_key_id(config.remote.mac_key) if config.remote.mac_key else "",
-        ),
+        namespace,
         producer=transfer.is_kv_producer,
         consumer=transfer.is_kv_consumer,
     )
@@ -106,6 +105,23 @@ def geometry_of(config: EloraConfig, vllm_config: Any, kv_cache_config: Any) -> 
     num_blocks, block_size, block_bytes, _ = compat.chunk_geometry(vllm_config, kv_cache_config)
     check_chunk_size(config.chunk_size, block_size)
     return Geometry(block_size, config.chunk_size, block_bytes, num_blocks)
+
+
+def namespace_of(
+    config: EloraConfig,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    geometry: Geometry,
+    weights: bytes,
+) -> bytes:
+    """Digest of all that makes KV interchangeable; `weights` from `weights_of`."""
+    mac_key = config.remote.mac_key
+    return compute_namespace(
+        vllm_config,
+        _layout(config, vllm_config, kv_cache_config, geometry),
+        weights=weights,
+        mac_key_id=mac_key_id(mac_key) if mac_key else "",
+    )
 
 
 def _common_checks(vllm_config: Any, kv_cache_config: Any) -> EloraConfig:
@@ -184,14 +200,14 @@ def _layout(
         "kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size,
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
-        "device": _device_type(),
+        "device": compat.device_type(),
         "block_size": geometry.block_size,
         "chunk_size": config.chunk_size,
         "block_bytes": geometry.block_bytes,
     }
 
 
-def _weights(config: EloraConfig, vllm_config: Any) -> bytes | None:
+def weights_of(config: EloraConfig, vllm_config: Any) -> bytes | None:
     """Which weights the model has; None when nobody can tell."""
     if config.model_id is not None:
         return explicit_weights(config.model_id)
@@ -200,7 +216,7 @@ def _weights(config: EloraConfig, vllm_config: Any) -> bytes | None:
 
 
 def _weights_known(config: EloraConfig, vllm_config: Any) -> bool:
-    """`_weights` is not None, without reading them."""
+    """`weights_of` is not None, without reading them."""
     if config.model_id is not None:
         return True
     directory = _weights_dir(vllm_config)
@@ -215,12 +231,6 @@ def _weights_dir(vllm_config: Any) -> Path | None:
     if directory.is_dir():
         return directory
     return _hub_snapshot(str(model.model), None if model.revision is None else str(model.revision))
-
-
-def _device_type() -> str:
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_type)
 
 
 def _hub_snapshot(model: str, revision: str | None) -> Path | None:

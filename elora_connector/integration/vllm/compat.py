@@ -402,6 +402,13 @@ def is_installed() -> bool:
     return _installed
 
 
+def device_type() -> str:
+    """Kind of device that vLLM runs on here: cpu, cuda, ..."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def check_version(version: str | None = None) -> None:
     """Is this vLLM (by default the installed one) among the supported versions?
 
