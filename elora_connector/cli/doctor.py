@@ -134,6 +134,9 @@ def _model(resolved: EloraConfig, arguments: list[str]) -> tuple[Check, int]:
         "chunk_size": found.chunk_size,
         "chunk_bytes": found.chunk_bytes,
     }
+    if found.chunk_bytes > resolved.remote.max_value_bytes:
+        advice = "over elora.remote.max_value_mb: the remote tier would be off"
+        return warn("model", text, advice, **facts), found.ranks
     if not found.certain:
         advice = (
             "the engine may choose another block size; it logs its namespace. Or: -- --block-size N"

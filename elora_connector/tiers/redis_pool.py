@@ -101,7 +101,7 @@ class Endpoint:
             link.opened_by = connection
             link.expire_at(deadline)
             _introduce(link, self._parsed().get("db", 0))
-        except (StoreError, ReplyError, OSError, RedisError, UnicodeError) as error:
+        except Exception as error:  # noqa: BLE001 - redis-py's own text may quote the login
             connection.disconnect()
             failure = explain(error)
             if isinstance(failure, LinkClosedError) and isinstance(connection, PlainConnection):

@@ -18,6 +18,7 @@ from elora_connector.config import (
     load_config,
     memory_budget,
 )
+from elora_connector.config.model import MB
 from elora_connector.core.keys import NAMESPACE_HEX
 from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm import compat
@@ -52,14 +53,14 @@ def build_scheduler_side(vllm_config: Any, kv_cache_config: Any) -> SchedulerSid
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
     geometry = geometry_of(config, vllm_config, kv_cache_config)
     weights = weights_of(config, vllm_config)
-    if weights is None and config.remote_url is not None:
-        logger.warning(
-            "the model's weights cannot be identified (load_format %s): the remote tier is off; "
-            "set elora.model_id to name them",
-            vllm_config.load_config.load_format,
-        )
     recorder = Recorder()
-    remote = remote_tier(config, recorder) if weights is not None else None
+    remote = None
+    if config.remote_url is not None:
+        obstacle = _obstacle(config, vllm_config, geometry, weights)
+        if obstacle:
+            logger.warning("%s: the remote tier is off", obstacle)
+        else:
+            remote = remote_tier(config, recorder)
     ranks = all_ranks(vllm_config.parallel_config)
     lora = vllm_config.lora_config
     limits = None if lora is None else LoraLimits(lora.max_loras, lora.max_cpu_loras)
@@ -83,14 +84,14 @@ def build_worker_side(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     config = _common_checks(vllm_config, kv_cache_config)
     geometry = geometry_of(config, vllm_config, kv_cache_config)
     recorder = Recorder()
-    known = _weights_known(config, vllm_config)
+    shared = _weights_known(config, vllm_config) and values_fit(config, geometry)
     return WorkerSide(
         config,
         geometry,
         host_slots(config, geometry.chunk_bytes),
         rank_of(vllm_config.parallel_config),
         dtype=kv_dtype(vllm_config),
-        remote=remote_tier(config, recorder) if known else None,
+        remote=remote_tier(config, recorder) if shared else None,
         agent=AdapterAgent.attach() if vllm_config.lora_config is not None else None,
         recorder=recorder,
     )
@@ -105,6 +106,29 @@ def geometry_of(config: EloraConfig, vllm_config: Any, kv_cache_config: Any) -> 
     num_blocks, block_size, block_bytes, _ = compat.chunk_geometry(vllm_config, kv_cache_config)
     check_chunk_size(config.chunk_size, block_size)
     return Geometry(block_size, config.chunk_size, block_bytes, num_blocks)
+
+
+def _obstacle(
+    config: EloraConfig, vllm_config: Any, geometry: Geometry, weights: bytes | None
+) -> str:
+    """Why KV cannot be shared through a remote tier; empty if it can."""
+    if weights is None:
+        load_format = vllm_config.load_config.load_format
+        return (
+            f"the model's weights cannot be identified (load_format {load_format}; "
+            "elora.model_id names them)"
+        )
+    if not values_fit(config, geometry):
+        return (
+            f"a chunk of {config.chunk_size} tokens takes {geometry.chunk_bytes / MB:.1f} MB on "
+            f"each rank, more than elora.remote.max_value_mb = {config.remote.max_value_mb}"
+        )
+    return ""
+
+
+def values_fit(config: EloraConfig, geometry: Geometry) -> bool:
+    """May values of this size be written and read?  All ranks come to the same answer."""
+    return geometry.chunk_bytes <= config.remote.max_value_bytes
 
 
 def namespace_of(
