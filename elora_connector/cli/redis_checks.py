@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError, ResponseError
@@ -49,8 +50,10 @@ def check_store(config: EloraConfig, *, write: bool) -> Iterator[Check]:
             yield check_encryption(config)
             yield _guarded("login", lambda: _login(store.shards[0], config))
             yield check_signing(config)
-            yield _guarded("redis memory", lambda: _memory(store.shards[0], config))
-            yield _guarded("latency", lambda: _latency(store.shards[0]))
+            for number, shard in enumerate(store.shards):
+                where = f" {number + 1}" if len(store.shards) > 1 else ""
+                yield _guarded("redis memory" + where, partial(_memory, shard, config))
+                yield _guarded("latency" + where, partial(_latency, shard))
             if write:
                 yield _guarded("throughput", lambda: _throughput(store, config))
     except StoreError as error:
@@ -60,7 +63,7 @@ def check_store(config: EloraConfig, *, write: bool) -> Iterator[Check]:
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
-        return check()
+        return replace(check(), name=name)
     except (RedisError, StoreError, ConfigError) as error:
         failure = explain(error)
         return fail(name, f"{failure} [{failure.reason}]", _ADVICE.get(failure.reason, ""))
@@ -162,7 +165,7 @@ def _latency(shard: Shard) -> Check:
     times = []
     for _ in range(_ASKS):
         start = time.perf_counter()
-        shard.call("EXISTS", "elora:probe")
+        shard.greet()
         times.append((time.perf_counter() - start) * 1000)
     median, most = statistics.median(times), max(times)
     text = f"{median:.2f} ms median, {most:.2f} ms at most, of {_ASKS} round trips"

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.connection import Connection, ConnectionPool, SSLConnection, parse_url
+from redis.exceptions import MovedError, RedisError
 from redis.retry import Retry
 
 from elora_connector.cli.output import UsageError
 from elora_connector.config import EloraConfig
 from elora_connector.tiers.redis_failure import StoreError, explain
-from elora_connector.tiers.redis_pool import Endpoint
+from elora_connector.tiers.redis_primaries import check_url, primary_urls
 from elora_connector.tiers.redis_url import redact_url
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _SCAN_COUNT = 1000
 _BATCH = 500
 _PREFIX = b"elora:"
+_GREETING = b"elora:probe"
 
 Command = tuple[str | bytes | int, ...]
 
@@ -34,13 +36,12 @@ Command = tuple[str | bytes | int, ...]
 def check_address(config: EloraConfig) -> None:
     """Raise ConfigError if the store's address or certificates cannot be used; no I/O."""
     if config.remote_url is not None:
-        _endpoint(config)
+        check_url(config.remote_url, *_login(config))
 
 
-def _endpoint(config: EloraConfig) -> Endpoint:
+def _login(config: EloraConfig) -> tuple[str | None, ...]:
     remote = config.remote
-    return Endpoint(
-        config.remote_url or "",
+    return (
         remote.username,
         remote.password,
         remote.ca_file,
@@ -61,6 +62,14 @@ class Shard:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+
+    def greet(self) -> None:
+        """One round trip.  Raises RedisError where there is no usable answer."""
+        try:
+            # What every look-up does; an ACL may forbid PING.
+            self._client.execute_command("EXISTS", _GREETING)
+        except MovedError:
+            return  # another primary's slot, so this one is well
 
     def size(self) -> int:
         """Keys of the whole database, ours and others."""
@@ -117,7 +126,9 @@ class Store:
         self.label = redact_url(require_url(config))
         try:
             self.shards = [Shard(client) for client in _clients(config)]
-        except RedisError as error:
+            for shard in self.shards:
+                shard.greet()
+        except (RedisError, StoreError) as error:
             # redis-py's own text may quote a login.
             failure = explain(error)
             text = f"{self.label}: {failure}"
@@ -150,25 +161,25 @@ class Store:
 
 
 def _clients(config: EloraConfig) -> list[Any]:
-    _endpoint(config)
-    client: Any = redis.Redis.from_url(require_url(config), **_client_options(config))
-    client.execute_command("EXISTS", "elora:hello")
-    return [client]
+    """A client of every primary; none is connected yet."""
+    timeout_s = config.remote.connect_timeout_ms / 1000
+    urls = primary_urls(require_url(config), *_login(config), timeout_s=timeout_s)
+    return [_client(url, config) for url in urls]
 
 
-def _client_options(config: EloraConfig) -> dict[str, Any]:
-    remote = config.remote
-    given = {
-        "username": remote.username,
-        "password": remote.password,
-        "ssl_ca_certs": remote.ca_file,
-        "ssl_certfile": remote.cert_file,
-        "ssl_keyfile": remote.key_file,
-    }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return options | {
-        "socket_connect_timeout": remote.connect_timeout_ms / 1000,
-        "socket_timeout": remote.operation_timeout_ms / 1000,
+def _client(url: str, config: EloraConfig) -> Any:
+    kwargs: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+    kind = kwargs.pop("connection_class", Connection)
+    if kind is SSLConnection:
+        kwargs.setdefault("ssl_check_hostname", True)
+    names = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+    given = zip(names, _login(config), strict=True)
+    # As in the tiers, settings beat what the URL says.
+    kwargs |= {name: value for name, value in given if value is not None}
+    kwargs |= {
+        "socket_connect_timeout": config.remote.connect_timeout_ms / 1000,
+        "socket_timeout": config.remote.operation_timeout_ms / 1000,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
     }
+    return redis.Redis.from_pool(ConnectionPool(connection_class=kind, **kwargs))

@@ -67,6 +67,10 @@ class SentinelEndpoint:
         """A link to the present primary; see `Endpoint.dial`."""
         return self._server(self._primary(deadline)).dial(deadline)
 
+    def primary_url(self, deadline: float) -> str:
+        """URL of the present primary, login included.  Raises StoreError as `dial` does."""
+        return self._servers.server(self._primary(deadline))
+
     def led_astray(self, failure: StoreError) -> bool:
         """A primary that turned into a replica: the Sentinels know the next one."""
         return failure.reason == "readonly"

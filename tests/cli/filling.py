@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elora_connector.core.keys import KEY_SCHEMA, RemoteKeys, root_key
 from elora_connector.core.types import ChunkKey, Identity, Rank
 from elora_connector.tiers.base import ValueSpec
-from elora_connector.tiers.redis import RedisTier
+from elora_connector.tiers.redis_cluster import redis_tier
 from tests.support.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Filler:
 
     def __init__(self, url: str, **options: Any) -> None:
         settings = {"ttl_s": 600, "connect_timeout_s": 20.0, "operation_timeout_s": 20.0}
-        self.tier = RedisTier(url, fail_open=False, **(settings | options))
+        self.tier = redis_tier(url, fail_open=False, **(settings | options))
 
     def __enter__(self) -> Self:
         return self
