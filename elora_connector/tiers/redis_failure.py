@@ -54,6 +54,7 @@ _REPLIES: Final[dict[str, tuple[str, bool]]] = {
 }
 """First word of an error reply -> reason, and whether the whole store is unusable."""
 
+_ERROR_WORD: Final = re.compile(r"[A-Z]{1,32}")
 _HINTS: Final[dict[str, str]] = {
     "LOADING": "the server is still loading its data",
     "NOAUTH": "the server requires a login and none is configured",
@@ -110,7 +111,8 @@ def _explain_reply(text: str) -> StoreError:
         return StoreError("cluster", _HINTS["SINGLE"], down=True)
     reason, down = _REPLIES.get(word, ("reply", False))
     # Not the server's full text: some errors echo arguments, among them a password.
-    return StoreError(reason, _HINTS.get(word, f"error reply {word[:32]!r}"), down=down)
+    known = word if _ERROR_WORD.fullmatch(word) else "of an unknown kind"
+    return StoreError(reason, _HINTS.get(word, f"error reply {known}"), down=down)
 
 
 def _explain_login(error: redis_errors.RedisError) -> StoreError:

@@ -351,9 +351,13 @@ def test_a_server_that_repeats_the_password_is_not_quoted(
     with ScriptedServer(answer.encode() + b"\r\n") as server:
         url = f"redis://{USER}:{PASSWORD}@127.0.0.1:{server.port}"
         tier = RedisTier(url, ttl_s=None, connect_timeout_s=5.0, operation_timeout_s=0.5)
-        result = tier.leading([["elora:x"]])
-        shown = [repr(result), repr(tier), caplog.text]
+        server.answer = b"+OK\r\n"  # now the login works, and it is the command that is refused
+        late = RedisTier(url.replace(f"{USER}:{PASSWORD}@", ""), ttl_s=None)
+        server.answer = answer.encode() + b"\r\n"
+        results = [each.leading([["elora:x"]]) for each in (tier, late)]
+        shown = [repr(results), repr([tier, late]), caplog.text]
         tier.close()
+        late.close()
         try:
             RedisTier(url, ttl_s=None, connect_timeout_s=5.0, fail_open=False).close()
         except ConfigError as error:
