@@ -1,0 +1,262 @@
+"""How fast chunks move in and out of Redis, against other clients and a bare socket.
+
+python benchmarks/redis_speed.py [--count 200] [--rounds 5] [--mib 1 8] [--json FILE]
+
+One server for all, on 127.0.0.1, without persistence; it and the clients share this
+machine.  In each round every client in turn, in an order that moves on by one, stores
+`count` chunks under new keys and reads them back.  MB/s (1e6 bytes) is the median over
+the rounds; p50 and p95 are over all chunks, in milliseconds.  "of bare" is the median of
+the ratios to a bare socket that works in the same manner (one by one or pipelined, as
+many connections) in the same round.
+
+LMCache is measured where it can be imported (`pip install lmcache`, or this package's
+extra `lmcache`), redis-benchmark where it is on PATH or named; else they are named as
+not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.redis_peers import (  # noqa: E402
+    BareSocket,
+    Ours,
+    Peer,
+    RedisPy,
+    RedisPyBatched,
+    Several,
+    Slots,
+)
+from tests.support.redis_server import RedisServer  # noqa: E402
+
+MIB = 1 << 20
+SLOT_BYTES = 128 * MIB
+WINDOW = 4
+MAC_KEY = bytes(32)
+DIRECTIONS = ("put", "get")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A client; `bare` names the bare socket that works in the same manner."""
+
+    name: str
+    make: Callable[[int, int], Peer]
+    bare: str
+
+
+@dataclass
+class Figures:
+    """Of one client and direction: MB/s of each round, seconds of each chunk."""
+
+    rates: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+SINGLE, PIPELINED = "bare socket, one by one", "bare socket, pipelined"
+SINGLE_2, PIPELINED_2 = SINGLE + ", 2 connections", PIPELINED + ", 2 connections"
+
+
+def two(make: Callable[[int, int], Peer]) -> Callable[[int, int], Peer]:
+    return lambda port, nbytes: Several([make(port, nbytes) for _ in range(2)])
+
+
+def ours(**options: Any) -> Callable[[int, int], Peer]:
+    return lambda port, _: Ours(port, **options)
+
+
+def entries() -> list[Entry]:
+    """Every client that can be measured here."""
+
+    def single(port: int, _: int) -> Peer:
+        return BareSocket(port)
+
+    def pipelined(port: int, _: int) -> Peer:
+        return BareSocket(port, WINDOW)
+
+    checked = {"checksum": True}
+    signed = {"checksum": True, "mac_key": MAC_KEY}
+    return [
+        Entry(SINGLE, single, SINGLE),
+        Entry(PIPELINED, pipelined, PIPELINED),
+        Entry(SINGLE_2, two(single), SINGLE_2),
+        Entry(PIPELINED_2, two(pipelined), PIPELINED_2),
+        Entry("redis-py + hiredis", lambda port, _: RedisPy(port), SINGLE),
+        Entry("redis-py pipeline / MGET", lambda port, _: RedisPyBatched(port), PIPELINED),
+        *lmcache_entries(),
+        Entry("ours, one by one, no checksum", ours(batched=False, checksum=False), SINGLE),
+        Entry("ours, one by one", ours(batched=False, **checked), SINGLE),
+        Entry("ours, one by one, MAC", ours(batched=False, **signed), SINGLE),
+        Entry("ours, batched, no checksum", ours(batched=True, checksum=False), PIPELINED),
+        Entry("ours, batched", ours(batched=True, **checked), PIPELINED),
+        Entry("ours, batched, MAC", ours(batched=True, **signed), PIPELINED),
+        Entry("ours, one by one, 2 connections", two(ours(batched=False, **checked)), SINGLE_2),
+        Entry("ours, batched, 2 connections", two(ours(batched=True, **checked)), PIPELINED_2),
+        Entry("ours, batched, MAC, 2 connections", two(ours(batched=True, **signed)), PIPELINED_2),
+    ]
+
+
+def lmcache_entries() -> list[Entry]:
+    if importlib.util.find_spec("lmcache") is None:
+        return []
+    from benchmarks.redis_lmcache import LMCache
+
+    def connector(scheme: str, *, batched: bool) -> Callable[[int, int], Peer]:
+        return lambda port, nbytes: LMCache(port, nbytes, scheme, batched=batched)
+
+    return [
+        Entry(f"LMCache {scheme}://, {how}", connector(scheme, batched=batched), bare)
+        for scheme in ("redis", "resp")
+        for how, batched, bare in (("one by one", False, SINGLE), ("batched", True, PIPELINED))
+    ]
+
+
+class RedisBenchmark:
+    """The server's own benchmark program, which sends and forgets the same bytes."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def run(self, port: int, nbytes: int, count: int) -> dict[str, tuple[float, float, float]]:
+        """Direction -> MB/s, p50 and p95 in milliseconds."""
+        found = {}
+        for direction, test in (("put", "set"), ("get", "get")):
+            command = [self._program, "-p", str(port), "-c", "1", "-n", str(count)]
+            command += ["-d", str(nbytes), "-t", test, "--csv"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            names, values = (line.strip('"').split('","') for line in done.stdout.split("\n")[:2])
+            row = dict(zip(names, values, strict=True))
+            rate = float(row["rps"]) * nbytes / 1e6
+            found[direction] = rate, float(row["p50_latency_ms"]), float(row["p95_latency_ms"])
+        return found
+
+
+def measure(
+    server: RedisServer, nbytes: int, count: int, rounds: int, program: str | None
+) -> dict[str, dict[str, Figures]]:
+    """Client -> direction -> figures."""
+    slots = make_slots(nbytes, count)
+    peers = {entry.name: entry.make(server.port, nbytes) for entry in entries()}
+    figures = {name: {d: Figures() for d in DIRECTIONS} for name in peers}
+    names = list(peers)
+    other = {d: Figures() for d in DIRECTIONS}
+    with server.client() as admin:
+        for turn in range(rounds):
+            keys = [f"chunk:{turn}:{i}" for i in range(count)]
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                admin.flushall()
+                for direction in DIRECTIONS:
+                    one_pass(peers[name], direction, keys, slots, figures[name][direction])
+            if program is not None:
+                admin.flushall()
+                for direction, row in (
+                    RedisBenchmark(program).run(server.port, nbytes, count).items()
+                ):
+                    other[direction].rates.append(row[0])
+                    other[direction].seconds += [row[1] / 1e3, row[2] / 1e3]
+        admin.flushall()
+    return figures | ({"redis-benchmark, 1 connection": other} if program is not None else {})
+
+
+def one_pass(peer: Peer, direction: str, keys: list[str], slots: Slots, figures: Figures) -> None:
+    start = time.perf_counter()
+    seconds = getattr(peer, direction)(keys, slots)
+    wall = time.perf_counter() - start
+    figures.rates.append(len(keys) * slots[0].nbytes / wall / 1e6)
+    figures.seconds += seconds
+
+
+def make_slots(nbytes: int, count: int) -> Slots:
+    """As a host tier has them: side by side, together more than the processor's caches."""
+    number = min(count, max(2, SLOT_BYTES // nbytes))
+    memory = memoryview(bytearray(os.urandom(MIB) * (number * nbytes // MIB + 1)))
+    return [memory[i * nbytes : (i + 1) * nbytes] for i in range(number)]
+
+
+def rows(figures: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
+    """One per client: medians, percentiles, ratios."""
+    bare = {entry.name: entry.bare for entry in entries()}
+    table = []
+    for name, both in figures.items():
+        row: dict[str, Any] = {"client": name, "against": bare.get(name, SINGLE)}
+        for direction, found in both.items():
+            ground = figures[row["against"]][direction].rates
+            ratios = [one / other for one, other in zip(found.rates, ground, strict=True)]
+            seconds = sorted(found.seconds)
+            row[direction] = {
+                "mb_s": statistics.median(found.rates),
+                "p50_ms": 1e3 * statistics.median(seconds),
+                "p95_ms": 1e3 * seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))],
+                "of_bare": statistics.median(ratios),
+            }
+        table.append(row)
+    return table
+
+
+def show(mib: int, table: list[dict[str, Any]]) -> None:
+    print(f"\nchunks of {mib} MiB")
+    print("| client | PUT MB/s | of bare | p50 / p95 ms | GET MB/s | of bare | p50 / p95 ms |")
+    print("|---|---|---|---|---|---|---|")
+    for row in table:
+        cells = [row["client"]]
+        for direction in DIRECTIONS:
+            one = row[direction]
+            cells += [
+                f"{one['mb_s']:.0f}",
+                f"{one['of_bare']:.2f}",
+                f"{one['p50_ms']:.2f} / {one['p95_ms']:.2f}",
+            ]
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--redis-benchmark", default=shutil.which("redis-benchmark"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["LMCACHE_TRACK_USAGE"] = "false"
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    tables = {}
+    with RedisServer() as server:
+        for mib in options.mib:
+            figures = measure(
+                server, mib * MIB, options.count, options.rounds, options.redis_benchmark
+            )
+            tables[str(mib)] = rows(figures)
+            show(mib, tables[str(mib)])
+    if importlib.util.find_spec("lmcache") is None:
+        print("\nnot measured: LMCache (not installed here)")
+    if options.redis_benchmark is None:
+        print("\nnot measured: redis-benchmark (not found; name it with --redis-benchmark)")
+    if options.json is not None:
+        facts = {"count": options.count, "rounds": options.rounds, "mib": tables}
+        options.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    os._exit(0)  # LMCache's threads do not end by themselves
+
+
+if __name__ == "__main__":
+    main()
