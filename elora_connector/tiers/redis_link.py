@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from elora_connector.tiers.redis_failure import (
     ReplyError,
     not_redis,
 )
+from elora_connector.tiers.redis_socket import wire_for
 
 _SCRATCH_BYTES: Final = 16 * 1024
 
@@ -56,7 +56,7 @@ class Link:
 
     def __init__(self, sock: Any, deadline: float) -> None:
         self._sock = sock
-        self._deadline = deadline
+        self._wire = wire_for(sock, deadline)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = 0
         self._end = 0
@@ -72,7 +72,7 @@ class Link:
 
     def expire_at(self, deadline: float) -> None:
         """Bound everything from here on; `deadline` is in `time.monotonic` seconds."""
-        self._deadline = deadline
+        self._wire.deadline = deadline
 
     def stale(self) -> bool:
         """Whether an idle link was closed by the server, or has bytes nobody asked for."""
@@ -93,19 +93,18 @@ class Link:
 
     # What redis-py calls while it opens the connection.
 
-    def recv(self, size: int, *flags: int) -> bytes:
-        self._arm()
-        return bytes(self._sock.recv(size, *flags))
+    def recv(self, size: int, *_: int) -> bytes:
+        taken = bytearray(size)
+        return bytes(taken[: self._wire.receive(memoryview(taken))])
 
-    def recv_into(self, buffer: Any, *sizes: int) -> int:
-        self._arm()
-        return int(self._sock.recv_into(buffer, *sizes))
+    def recv_into(self, buffer: Any, *_: int) -> int:
+        return self._wire.receive(memoryview(buffer).cast("B"))
 
     def sendall(self, data: Any) -> None:
-        left = memoryview(data).cast("B")
-        while left.nbytes:
-            self._arm()
-            left = left[self._sock.send(left) :]
+        self._wire.send([data])
+
+    def settimeout(self, _: float | None) -> None:
+        """The deadline counts."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
@@ -115,8 +114,7 @@ class Link:
     def send(self, pieces: Sequence[Any], replies: int = 1) -> None:
         """Send packed commands that will be answered by `replies` replies."""
         self._owed += replies
-        for piece in pieces:
-            self.sendall(piece)
+        self._wire.send(pieces)
 
     def reply(self) -> Reply:
         """One short reply: a number, a status word or nil.
@@ -156,15 +154,20 @@ class Link:
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes, where those are few."""
-        taken = bytearray(size)
-        self.fill(memoryview(taken))
-        return bytes(taken)
+        taken = b""
+        while len(taken) < size:
+            if self._start == self._end:
+                self._refill()
+            step = min(size - len(taken), self._end - self._start)
+            taken += self._scratch[self._start : self._start + step]
+            self._start += step
+        return taken
 
     def skip(self, size: int) -> None:
         """Receive `size` bytes and forget them."""
         while size > 0:
             if self._start == self._end:
-                self._start, self._end = 0, self._some(self._scratch)
+                self._refill()
             step = min(size, self._end - self._start)
             self._start += step
             size -= step
@@ -174,8 +177,8 @@ class Link:
         buffered = min(dest.nbytes, self._end - self._start)
         dest[:buffered] = self._scratch[self._start : self._start + buffered]
         self._start += buffered
-        while buffered < dest.nbytes:
-            buffered += self._some(dest[buffered:])
+        if self._wire.receive_all(dest[buffered:]) < dest.nbytes - buffered:
+            raise LinkClosedError
 
     def end_bulk(self) -> None:
         """The end of a bulk reply, all of which was read."""
@@ -212,19 +215,12 @@ class Link:
                 return bytes(line).rstrip(b"\r")
             if len(line) > _SCRATCH_BYTES or line[:1] == bytes([TLS_ALERT]):
                 raise not_redis(bytes(line))
-            self._start, self._end = 0, self._some(self._scratch)
+            self._refill()
 
-    def _some(self, buffer: memoryview) -> int:
-        got = self.recv_into(buffer)
-        if got == 0:
+    def _refill(self) -> None:
+        self._start, self._end = 0, self._wire.receive(self._scratch)
+        if not self._end:
             raise LinkClosedError
-        return got
-
-    def _arm(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("deadline passed")
-        self._sock.settimeout(left)
 
 
 def _number(text: bytes) -> int:
