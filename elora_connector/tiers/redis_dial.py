@@ -3,20 +3,94 @@
 redis-py keeps what it is good at: the URL, TCP, TLS or unix socket, and the login.  Used
 from its inside are `_connect` of its connection classes, which returns the socket that
 the connection then talks through, and the attributes `host`, `port` and
-`socket_connect_timeout` that it reads.
+`socket_connect_timeout` that it reads.  Once per process a connection to ourselves shows
+whether that still holds; if not, links use redis-py's public methods only.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
 import ssl
 import time
 from typing import Any
 
+import redis
+from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
 
 from elora_connector.tiers.redis_failure import StoreError
-from elora_connector.tiers.redis_link import Link
+from elora_connector.tiers.redis_link import Link, pack
+from elora_connector.tiers.redis_plain import PlainLink
+
+logger = logging.getLogger(__name__)
+
+
+def kind_of(plain: type) -> type:
+    """The class to open a connection with, in place of redis-py's own `plain`."""
+    return _LINKED[plain] if inside_is_known() else plain
+
+
+def link_of(connection: Any) -> Link:
+    """The link over a connection that was just opened; it owns the connection."""
+    if not isinstance(connection, _Linked):
+        return PlainLink(connection)
+    link = connection.link
+    link.opened_by = connection
+    return link
+
+
+def anonymous() -> dict[str, Any]:
+    """Do without CLIENT SETINFO: two round trips that tell the server nothing useful."""
+    if hasattr(redis, "DriverInfo"):
+        return {"driver_info": None}
+    return {"lib_name": None, "lib_version": None}
+
+
+@functools.cache
+def inside_is_known() -> bool:
+    """Whether this redis-py opens connections in the way that is relied on here."""
+    try:
+        _test_inside()
+    except Exception as error:  # noqa: BLE001 - whatever a future redis-py does, we still work
+        logger.warning(
+            "redis-py %s works in another way than expected (%s: %s); the remote tier uses "
+            "its public methods and is slower",
+            redis.__version__,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _test_inside() -> None:
+    """Log in to ourselves, then read a value: all bytes must pass through the link."""
+    ours, other = socket.socketpair()
+    with ours, other:
+        other.settimeout(1.0)
+        other.sendall(b"+OK\r\n")
+        connection: Any = _Handed(  # type: ignore[no-untyped-call]
+            password="self-test",  # noqa: S106 - it stays in this process
+            socket_timeout=1.0,
+            socket_connect_timeout=1.0,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            **anonymous(),
+        )
+        connection.sock = ours
+        connection.connect()
+        other.sendall(b"$5\r\nhello\r\n")
+        link = link_of(connection)
+        link.ask_value("key", 5)
+        found = link.bulk_size(), link.take(5)
+        link.end_bulk()
+        wanted = pack("AUTH", "self-test") + pack("GET", "key")
+        if found != (5, b"hello") or not link.in_step or other.recv(4096) != wanted:
+            raise StoreError("internal", "bytes went another way", down=False)
+        connection.disconnect()
 
 
 class _Dialled(Connection):
@@ -63,6 +137,19 @@ class PlainConnection(_Linked, _Dialled):
     """redis://"""
 
 
+class _Given(Connection):
+    """Over a socket that is already there."""
+
+    sock: socket.socket
+
+    def _connect(self) -> Any:
+        return self.sock
+
+
+class _Handed(_Linked, _Given):
+    """For the test of ourselves."""
+
+
 class UnixConnection(_Linked, UnixDomainSocketConnection):
     """unix://"""
 
@@ -79,6 +166,13 @@ class _Tls(SSLConnection, _Dialled):
 
 class TlsConnection(_Linked, _Tls):
     """rediss://"""
+
+
+_LINKED: dict[type, type] = {
+    Connection: PlainConnection,
+    SSLConnection: TlsConnection,
+    UnixDomainSocketConnection: UnixConnection,
+}
 
 
 def _tls_cause(error: OSError) -> str:

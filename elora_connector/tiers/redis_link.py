@@ -135,6 +135,13 @@ class Link:
                 raise reply
         return [reply for reply in got if not isinstance(reply, ReplyError)]
 
+    def ask_value(self, key: str, limit: int) -> None:
+        """Send GET; `bulk_size` says how large the value is, which may be above `limit`.
+
+        Nothing is allocated for it here.
+        """
+        self.send([pack("GET", key)])
+
     def bulk_size(self) -> int | None:
         """Begin a bulk reply; the caller reads that many bytes and calls `end_bulk`.
 

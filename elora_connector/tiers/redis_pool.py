@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import redis
 from redis.backoff import NoBackoff
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.connection import Connection, SSLConnection, parse_url
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from elora_connector.errors import ConfigError
-from elora_connector.tiers.redis_dial import PlainConnection, TlsConnection, UnixConnection
+from elora_connector.tiers.redis_dial import PlainConnection, anonymous, kind_of, link_of
 from elora_connector.tiers.redis_failure import (
     LinkClosedError,
     ReplyError,
@@ -28,11 +27,6 @@ from elora_connector.tiers.redis_failure import (
 from elora_connector.tiers.redis_link import Link, pack
 from elora_connector.tiers.redis_url import as_redis, redact_url
 
-_CONNECTIONS: dict[type, type] = {
-    Connection: PlainConnection,
-    SSLConnection: TlsConnection,
-    UnixDomainSocketConnection: UnixConnection,
-}
 _OPTIONS = {"host", "port", "path", "db", "username", "password", "connection_class"}
 _CLOSED_EARLY = (
     "the server closed the connection before its first answer; "
@@ -97,8 +91,7 @@ class Endpoint:
         connection = self._connection(max(0.001, deadline - time.monotonic()))
         try:
             connection.connect()
-            link: Link = connection.link
-            link.opened_by = connection
+            link = link_of(connection)
             link.expire_at(deadline)
             _introduce(link, self._parsed().get("db", 0))
         except Exception as error:  # noqa: BLE001 - redis-py's own text may quote the login
@@ -141,12 +134,12 @@ class Endpoint:
         if kind is SSLConnection:
             kwargs.setdefault("ssl_check_hostname", True)
             kwargs.update({k: v for k, v in self._files().items() if v is not None})
-        return _CONNECTIONS[kind](
+        return kind_of(kind)(
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
-            **_anonymous(),
+            **anonymous(),
             **kwargs,
         )
 
@@ -192,13 +185,6 @@ class Endpoint:
             ssl.create_default_context(cafile=self.ssl_ca)
         except ssl.SSLError:
             raise ConfigError(f"ssl_ca_certs: {self.ssl_ca} holds no PEM certificate") from None
-
-
-def _anonymous() -> dict[str, Any]:
-    """Do without CLIENT SETINFO: two round trips that tell the server nothing useful."""
-    if hasattr(redis, "DriverInfo"):
-        return {"driver_info": None}
-    return {"lib_name": None, "lib_version": None}
 
 
 def _introduce(link: Link, database: int) -> None:

@@ -9,7 +9,7 @@ from elora_connector.errors import CodecError
 from elora_connector.tiers.base import Outcome, Result, ValueSpec
 from elora_connector.tiers.codec import HEADER_BYTES, decode_header, encode_header, verify_payload
 from elora_connector.tiers.redis_failure import ReplyError
-from elora_connector.tiers.redis_link import Link, pack, pack_set
+from elora_connector.tiers.redis_link import Link, pack_set
 
 
 class Exchange(Protocol):
@@ -51,7 +51,7 @@ class Reading:
     seal: Seal
 
     def send(self, link: Link) -> None:
-        link.send([pack("GET", self.spec.key)])
+        link.ask_value(self.spec.key, HEADER_BYTES + self.spec.nbytes)
 
     def receive(self, link: Link) -> Result:
         try:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elora_connector.tiers import redis_dial
 from tests.support.redis_groups import ClusterServers
 from tests.support.redis_server import RedisServer, find_redis_server
 from tests.tiers.values import MemoryStore, RedisStore, Store
@@ -36,10 +37,17 @@ def shared_cluster() -> Iterator[ClusterServers]:
         yield servers
 
 
+@pytest.fixture
+def fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a redis-py whose inside is not known: public methods only."""
+    monkeypatch.setattr(redis_dial, "inside_is_known", lambda: False)
+
+
 @pytest.fixture(
     params=[
         "memory",
         pytest.param("shared_server", marks=pytest.mark.redis),
+        pytest.param("shared_server, public methods", marks=pytest.mark.redis),
         pytest.param("shared_cluster", marks=pytest.mark.redis),
     ]
 )
@@ -48,6 +56,9 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     if request.param == "memory":
         made = MemoryStore()
     else:
-        made = RedisStore(request.getfixturevalue(request.param))
+        servers, _, public = request.param.partition(", ")
+        if public:
+            request.getfixturevalue("fall_back")
+        made = RedisStore(request.getfixturevalue(servers))
     yield made
     made.close()
