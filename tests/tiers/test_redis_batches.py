@@ -224,12 +224,12 @@ def test_a_connection_that_always_breaks_is_an_outage(clean: RedisServer, connec
     assert put_all(connect(clean.url)) == [GOOD] * 6
     with SlowProxy(clean.port, cut_after=GREETING + 2 * VALUE + 700) as proxy:
         tier = connect(proxy.url)
-        with clean.client() as admin:
-            before = admin.info("stats")["total_connections_received"]
-            proxy.cut_after = len(OK) + 700
-            assert get_all(tier) == [GOOD, GOOD, lost("connection"), *[lost("breaker")] * 3]
-            # The cut one, one more for its second try; probes come after the outage.
-            assert admin.info("stats")["total_connections_received"] - before >= 1
+        proxy.cut_after = len(OK) + 700
+        ends = get_all(tier)
+        # What had arrived may be lost with the connection.
+        answered = ends.count(GOOD)
+        assert answered <= 2
+        assert ends == [GOOD] * answered + [lost("connection")] + [lost("breaker")] * (5 - answered)
         proxy.cut_after = None
         assert eventually(lambda: get_all(tier) == [GOOD] * 6)
 
