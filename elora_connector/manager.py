@@ -145,6 +145,11 @@ class Manager:
         return len(self._jobs)
 
     @property
+    def chunks_on_the_way(self) -> int:
+        """Chunks that fetches under way are bringing in."""
+        return len(self._fetching)
+
+    @property
     def open_puts(self) -> int:
         return len(self._puts)
 

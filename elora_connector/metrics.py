@@ -47,6 +47,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("stores_dropped", "Chunks not stored", "reason"),
     _counter("evictions", "Chunks evicted from a tier", "tier"),
     _counter("deferrals", "Times a request was told to ask again", "reason"),
+    _counter("load_or_recompute", "Decisions for requests with KV in a tier", "source", "choice"),
     _counter("bypassed_requests", "Requests whose KV is not looked up or stored", "reason"),
     _counter("failed_requests", "Requests ended with an error by the gate", "reason"),
     _counter("remote_waits", "Events of waiting for the remote tier", "event"),

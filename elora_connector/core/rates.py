@@ -6,6 +6,7 @@ used until enough was measured.
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 KEEP: Final = 0.9
@@ -14,6 +15,14 @@ ENOUGH: Final = 3
 """Samples before a rate counts as measured."""
 _LEAST_SLOPE: Final = 0.05
 _LEAST_SPREAD: Final = 0.01
+
+
+class Move(enum.Enum):
+    """Direction of a move, as metrics name it."""
+
+    HOST_TO_GPU = "host_to_gpu"
+    GPU_TO_HOST = "gpu_to_host"
+    REMOTE_TO_HOST = "remote_to_host"
 
 
 class Link:
@@ -126,6 +135,15 @@ class Rates:
         self.prefill = Link(5_000.0)
         self.adapter_load = Mean(0.2)
         self.adapter_activation = Mean(5e-3)
+
+    def link(self, move: Move) -> Link:
+        """The measured speed of one direction."""
+        links = {
+            Move.HOST_TO_GPU: self.host_to_gpu,
+            Move.GPU_TO_HOST: self.gpu_to_host,
+            Move.REMOTE_TO_HOST: self.remote_to_host,
+        }
+        return links[move]
 
     def load_s(self, nbytes: float) -> float:
         """One copy of `nbytes` bytes from the host tier to the GPU."""

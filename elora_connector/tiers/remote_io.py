@@ -20,6 +20,7 @@ from elora_connector.tiers.base import Item, RemoteTier, ValueSpec
 from elora_connector.tiers.host import SlotRef
 
 _UNWRITTEN_REMEMBERED = 65_536
+_TIMES_KEPT = 32
 _PATIENCE_S = 0.05
 """Writes let reads go first for this long, then one value is written in between."""
 
@@ -95,6 +96,7 @@ class RemoteIO:
         self._no_reads = threading.Condition(self._lock)
         self._ended_reads: list[tuple[int, int]] = []
         self._ended_writes: list[tuple[SlotRef, bool]] = []
+        self._read_times: list[tuple[int, float]] = []
         self._open_reads = 0
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="elora-read")
         self._writes: queue.SimpleQueue[Value | None] = queue.SimpleQueue()
@@ -122,9 +124,14 @@ class RemoteIO:
     def _read_share(self, job: _ReadJob) -> None:
         taken: deque[int] = deque()
         try:
+            since = time.perf_counter()
             for result in self._tier.read_many(self._to_read(job, taken)):
+                now = time.perf_counter()
                 with self._lock:
                     job.end(taken.popleft(), result.ok)
+                    if result.ok and len(self._read_times) < _TIMES_KEPT:
+                        self._read_times.append((result.nbytes, now - since))
+                since = now
         finally:
             self._end_share(job, taken)
 
@@ -149,6 +156,16 @@ class RemoteIO:
             self._open_reads -= 1
             if not self._open_reads:
                 self._no_reads.notify_all()
+
+    def take_read_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of values that came in well; some, when there were many.
+
+        The seconds are those since the value before on the same thread: several are on
+        their way at once.
+        """
+        with self._lock:
+            times, self._read_times = self._read_times, []
+        return times
 
     def take_reads(self) -> list[tuple[int, int]]:
         """(job id, leading good values) of ended reads."""

@@ -352,5 +352,8 @@ class RigIO:
         ended, self._ended_writes = self._ended_writes, []
         return ended
 
+    def take_read_times(self) -> list[tuple[int, float]]:
+        return []
+
     def close(self, flush_s: float) -> int:
         return 0

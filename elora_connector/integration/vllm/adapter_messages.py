@@ -87,7 +87,8 @@ class OrderResult:
 
     `error` is empty or one sentence for the user.  `seconds` is the time spent reading,
     hashing and installing, without waiting: 0.0 when the adapter was right already.
-    `read`: its weights were read from the files.
+    `read`: its weights were read from the files.  `activation_s`: the part of `seconds`
+    that went into placing weights, with a GPU slot.
     """
 
     seq: int
@@ -96,6 +97,7 @@ class OrderResult:
     error: str = ""
     seconds: float = 0.0
     read: bool = False
+    activation_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,7 @@ class AdapterAgent:
             True,
             seconds=pending.seconds,
             read=pending.read,
+            activation_s=pending.activation_s,
         )
 
     def _place(self, pending: Pending, batch: frozenset[int], may_replace: bool) -> bool:
@@ -372,7 +373,9 @@ class AdapterAgent:
             self._caches.deactivate(gone)
         self._put(pending, model, current)
         if busy:
-            pending.seconds += time.perf_counter() - started
+            placing = time.perf_counter() - started
+            pending.seconds += placing
+            pending.activation_s = placing if order.activate else 0.0
         return True
 
     def _evict(self, order: AdapterOrder, batch: frozenset[int]) -> bool:

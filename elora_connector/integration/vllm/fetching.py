@@ -23,6 +23,8 @@ class RemoteWaits:
         manager: reserves and pins.
         lookup: asks the store; owned by this object.
         deadline_s: longest wait of one request.
+        worth: tells whether chunks ``[host, until)`` of a request, which the store has,
+            should be fetched; arguments (request, host, until, now).
         count: called with the name of what happened.
     """
 
@@ -31,11 +33,13 @@ class RemoteWaits:
         manager: Manager,
         lookup: RemoteLookup,
         deadline_s: float,
+        worth: Callable[[RequestTracker, int, int, float], bool],
         count: Callable[[str], None],
     ) -> None:
         self.lookup = lookup
         self._manager = manager
         self._deadline_s = deadline_s
+        self._worth = worth
         self._count = count
         self._started: list[tuple[Job, list[ChunkKey], bytes]] = []
 
@@ -133,6 +137,9 @@ class RemoteWaits:
             return self._over(tracker)
         if self._join(tracker, wanted, host):
             return True
+        if not self._worth(tracker, host, len(wanted), now):
+            self._count("not_worth")
+            return self._over(tracker)
         job = self._manager.begin_fetch(tracker.id, identity, wanted, host, now)
         if job is None:
             self._count("no_room")

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from elora_connector.core.adapter_orders import Grant
+from elora_connector.core.rates import Move
 from elora_connector.core.types import ChunkKey, Identity
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, AdapterReport
 from elora_connector.tiers.host import SlotRef
@@ -85,10 +86,12 @@ class StepMetadata(KVConnectorMetadata):
     `rpcs` is the scheduler's count of out-of-step adapter calls; workers echo it, which
     tells the scheduler whether a report was made before or after such a call.
     `idle`: no forward in this step.  `drain`: finish all stores under way first.
+    `number` rises with every step; workers echo it.
     `grants`: places for orders sent before.  `cancelled`: numbers of orders to forget.
     `protected`: adapters that no worker may evict on its own account.
     """
 
+    number: int = 0
     rpcs: int = 0
     idle: bool = True
     drain: bool = False
@@ -106,15 +109,17 @@ class RankReport:
     """What one rank finished since its last report.
 
     `stores`, `fetches`, `loads`: (job id, number of leading good items).
-    `puts`: (slot use, written).  `load_rate`: bytes and seconds of finished loads.
+    `puts`: (slot use, written).  `step`: number of the step it was made after.
+    `moves`: (direction, bytes, seconds) of single copies and remote values.
     """
 
     rpcs: int = 0
+    step: int = 0
     stores: list[tuple[int, int]] = field(default_factory=list)
     fetches: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     puts: list[tuple[SlotRef, bool]] = field(default_factory=list)
-    load_rate: tuple[int, float] = (0, 0.0)
+    moves: list[tuple[Move, int, float]] = field(default_factory=list)
     adapters: AdapterReport | None = None
 
 

@@ -31,6 +31,7 @@ class Pending:
     kept: LoadInfo | None = None
     seconds: float = 0.0
     read: bool = False
+    activation_s: float = 0.0
 
     @property
     def touched(self) -> frozenset[int]:

@@ -54,6 +54,8 @@ class RequestTracker:
         load_ordered: the promised load is short enough for the forward to wait for it.
         gpu_chunks: leading chunks whose GPU blocks are known to belong to them.
         host_before: chunks the host tier had when it began to wait for the remote one.
+        local: tokens that vLLM had cached at its last ask.
+        choices: load-or-recompute decisions by source, noted since it was last admitted.
         checks_adapter: it asked for a look at its adapter's files (`load_inplace`).
     """
 
@@ -86,6 +88,8 @@ class RequestTracker:
     load_ordered: bool = True
     host_before: int | None = None
     gpu_chunks: int = 0
+    local: int = 0
+    choices: dict[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -29,12 +29,14 @@ from elora_connector.integration.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from elora_connector.integration.vllm.meter import Meter
 from elora_connector.integration.vllm.requests import (
     RemoteWait,
     RequestTracker,
     bypass_reason,
     switch,
 )
+from elora_connector.integration.vllm.retrieval import Retrieval
 from elora_connector.integration.vllm.stores import StorePlanner, fetch_order
 from elora_connector.manager import JobKind
 from elora_connector.tiers.base import Health
@@ -87,12 +89,16 @@ class SchedulerSide:
                 ranks=parts.ranks,
                 deadline_s=config.adapter_deadline_s,
             )
+        self._rates = parts.scoring.rates
+        self._meter = Meter(parts.scoring, self._trackers)
+        self._retrieval = Retrieval(config, geometry, self.manager, self._rates)
         self._remote: RemoteWaits | None = None
         if parts.lookup is not None:
             deadline_s = config.fetch_deadline_ms / 1000
-            self._remote = RemoteWaits(self.manager, parts.lookup, deadline_s, self._count_wait)
+            self._remote = RemoteWaits(
+                self.manager, parts.lookup, deadline_s, self._retrieval.fetch, self._count_wait
+            )
         self._loads: list[LoadOrder] = []
-        self._load_rate = 8e9  # bytes a second until a load was measured
         self._evictions_seen = 0
         self._drain = False
         self._planner = StorePlanner(
@@ -179,18 +185,18 @@ class SchedulerSide:
             return 0, False
 
     def _promise(self, tracker: RequestTracker, local: int, now: float) -> tuple[int | None, bool]:
-        request = tracker.request
         identity = self._identity(tracker)
         if identity is None or not self._may_retrieve(tracker):
             tracker.promised = (local, 0)
             return 0, False
         keys = self._keys(tracker, identity)
-        usable = (request.num_tokens - 1) // self.geometry.block_size * self.geometry.block_size
-        if self._waits_for_remote(tracker, identity, keys, local, now):
+        tracker.local = local
+        if self._waits_for_remote(tracker, identity, keys, now):
             self.recorder.add("deferrals", 1, "remote")
             return None, False
-        hit = min(self.manager.host_prefix(keys) * self.geometry.chunk_size, usable) - local
-        if hit <= 0 or hit < self.config.min_retrieve_tokens:
+        covered = self.manager.host_prefix(keys) * self.geometry.chunk_size
+        hit = min(covered, self._retrieval.usable(tracker)) - local
+        if not self._retrieval.load(tracker, hit, now):
             hit = 0
         tracker.promised = (local, hit)
         tracker.load_ordered = self._fits_in_step(hit)
@@ -250,6 +256,7 @@ class SchedulerSide:
         self._grow_tables(scheduler_output.scheduled_cached_reqs)
         self._plan_stores(scheduler_output, step, now)
         step.loads, self._loads = self._loads, []
+        self._meter.scheduled(step, scheduler_output, now)
         if self._remote is not None:
             step.fetches = [
                 fetch_order(self._namespace, *started) for started in self._remote.take_started()
@@ -264,6 +271,7 @@ class SchedulerSide:
 
     def on_report(self, report: WorkerReport) -> None:
         """Workers' reports of one step, any number of steps old."""
+        self._meter.reported(report, self._clock())
         try:
             for rank, part in sorted(report.ranks.items()):
                 self._end_jobs(rank, part)
@@ -343,20 +351,17 @@ class SchedulerSide:
         tracker: RequestTracker,
         identity: Identity,
         keys: list[ChunkKey],
-        local: int,
         now: float,
     ) -> bool:
-        """No look-up when local hits cover what could be used."""
-        chunk, block = self.geometry.chunk_size, self.geometry.block_size
-        useful = min(len(keys) * chunk, (tracker.request.num_tokens - 1) // block * block)
-        if self._remote is None or local >= useful:
+        """No look-up when local hits cover (nearly) all that could be used."""
+        if self._remote is None or not self._retrieval.enough(tracker, len(keys)):
             return False
         return self._remote.must_wait(tracker, self._names, identity, keys, now)
 
     def _fits_in_step(self, tokens: int) -> bool:
         """Is the load short enough for the forward to wait for it?"""
         nbytes = tokens // self.geometry.block_size * self.geometry.block_bytes
-        return nbytes / self._load_rate * 1000 <= self.config.sync_load_ms
+        return self._rates.load_s(nbytes) * 1000 <= self.config.sync_load_ms
 
     # ---- inside: admission -----------------------------------------------------------
 
@@ -378,7 +383,7 @@ class SchedulerSide:
         tracker.blocks, tracker.gpu_chunks = [], 0
         tracker.wait, tracker.lookup, tracker.fetch_from = RemoteWait.NOT_ASKED, None, None
         tracker.host_before = None
-        tracker.jobs = set()
+        tracker.jobs, tracker.choices = set(), {}
 
     def _count_lookup(self, tracker: RequestTracker) -> None:
         if not self._may_retrieve(tracker):
@@ -395,6 +400,8 @@ class SchedulerSide:
             if tokens:
                 self.recorder.add("hit_tokens", tokens, tier, name)
         self.recorder.add("miss_tokens", total - local - hit, name)
+        for choice in tracker.choices.items():
+            self.recorder.add("load_or_recompute", 1, *choice)
 
     def _plan_load(self, tracker: RequestTracker, external: int, now: float) -> None:
         identity = tracker.identity
@@ -479,9 +486,6 @@ class SchedulerSide:
                 self.recorder.add("load_failures")
         for ref, ok_put in part.puts:
             self.manager.put_finished(ref, rank, ok_put)
-        nbytes, seconds = part.load_rate
-        if seconds > 0:
-            self._load_rate += 0.3 * (nbytes / seconds - self._load_rate)
 
     def _taint(self, tracker: RequestTracker) -> None:
         if self._adapters is not None:

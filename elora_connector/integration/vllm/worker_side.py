@@ -17,6 +17,7 @@ import torch
 
 from elora_connector.config import EloraConfig
 from elora_connector.core.keys import KEY_SCHEMA, RemoteKeys
+from elora_connector.core.rates import Move
 from elora_connector.core.types import Rank
 from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm.adapter_messages import AdapterReport
@@ -160,6 +161,8 @@ class WorkerSide:
         if self._io is not None:
             self._report.fetches.extend(self._io.take_reads())
             self._report.puts.extend(self._io.take_writes())
+            for nbytes, seconds in self._io.take_read_times():
+                self._report.moves.append((Move.REMOTE_TO_HOST, nbytes, seconds))
         if self._step.idle and self._waiting_for_background():
             time.sleep(_IDLE_NAP_S)  # an in-process engine would spin and starve our threads
         received, self._received = self._received, set()
@@ -173,7 +176,7 @@ class WorkerSide:
     def take_report(self) -> WorkerReport:
         """What this rank finished since its last report."""
         report, self._report = self._report, RankReport()
-        report.rpcs = self._step.rpcs
+        report.rpcs, report.step = self._step.rpcs, self._step.number
         report.adapters = self._adapter_report(report.rpcs)
         return WorkerReport({self._rank_index: report})
 
@@ -219,7 +222,7 @@ class WorkerSide:
             return False
         if ticket.error is not None:
             logger.error("storing KV failed: %s", ticket.error)
-        self._measure("gpu_to_host", ticket)
+        self._measure(Move.GPU_TO_HOST, ticket)
         self._end_store(order, 0 if ticket.error else len(order.items))
         return True
 
@@ -236,23 +239,22 @@ class WorkerSide:
     def _poll_load(self, order: LoadOrder, ticket: Ticket) -> bool:
         if not ticket.done():
             return False
-        self._measure("host_to_gpu", ticket)
+        self._measure(Move.HOST_TO_GPU, ticket)
         ok = len(order.copies)
         if ticket.error is not None:
             logger.error("loading KV failed, it is recomputed: %s", ticket.error)
             self._invalid.update(block for copy in order.copies for block in copy.blocks)
             ok = 0
-        else:
-            nbytes, seconds = self._report.load_rate
-            self._report.load_rate = (nbytes + ticket.nbytes, seconds + ticket.seconds)
         self._report.loads.append((order.job_id, ok))
         if not order.ordered:
             self._received.add(order.request_id)
         return True
 
-    def _measure(self, direction: str, ticket: Ticket) -> None:
-        self.recorder.add("bytes", ticket.nbytes, direction)
-        self.recorder.add("seconds", ticket.seconds, direction)
+    def _measure(self, move: Move, ticket: Ticket) -> None:
+        self.recorder.add("bytes", ticket.nbytes, move.value)
+        self.recorder.add("seconds", ticket.seconds, move.value)
+        if ticket.error is None:
+            self._report.moves.append((move, ticket.nbytes, ticket.seconds))
 
     def _waiting_for_background(self) -> bool:
         reading = self._io is not None and self._io.busy
