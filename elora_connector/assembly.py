@@ -26,6 +26,7 @@ from elora_connector.tiers.host import SlotPool
 from elora_connector.tiers.instrumented import InstrumentedTier
 from elora_connector.tiers.lookup import RemoteLookup
 from elora_connector.tiers.redis_cluster import redis_tier
+from elora_connector.tiers.write_backoff import WriteBackoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def remote_tier(config: EloraConfig, recorder: Recorder) -> RemoteTier | None:
         fail_open=remote.fail_open,
         max_connections=remote.io_threads + 2,
     )
-    return InstrumentedTier(inner, _observer(recorder))
+    return InstrumentedTier(WriteBackoff(inner), _observer(recorder))
 
 
 def _path(name: str | None) -> str | None:

@@ -17,6 +17,7 @@ A failing store is data, not an exception: every call returns a result whose
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -97,6 +98,20 @@ class LookupResult:
     instead: str = ""
 
 
+def refresh_interval_s(ttl_s: float) -> float:
+    """How long a key that is in use goes without a refresh."""
+    return ttl_s / 4
+
+
+def refreshed_ttl_s(ttl_s: float) -> int:
+    """Seconds that a refreshed key lives.
+
+    Longer than a written one by the time that may pass until the next refresh: so a
+    parent in use always has at least the life before it that a new child is given.
+    """
+    return math.ceil(ttl_s + refresh_interval_s(ttl_s))
+
+
 @runtime_checkable
 class RemoteTier(Protocol):
     """A store shared by several vLLM instances."""
@@ -134,7 +149,10 @@ class RemoteTier(Protocol):
         ...
 
     def refresh(self, keys: Sequence[str]) -> Result:
-        """Restart the TTL of keys that are in use, root first, in one round trip."""
+        """Restart the TTL of keys that are in use, root first, in one round trip.
+
+        They live for `refreshed_ttl_s` from now on.
+        """
         ...
 
     def health(self) -> Health:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from elora_connector.core.keys import RemoteKeys
 from elora_connector.core.types import ChunkKey, Identity, Rank
-from elora_connector.tiers.base import LookupResult, RemoteTier
+from elora_connector.tiers.base import LookupResult, RemoteTier, refresh_interval_s
 
 _THREADS = 2
 _REFRESHES_REMEMBERED = 100_000
@@ -46,17 +46,26 @@ class RemoteLookup:
     def refresh(
         self, names: RemoteKeys, identity: Identity, keys: Sequence[ChunkKey], now: float
     ) -> None:
-        """Restart the TTL of chunks that are in use, at most once per quarter of it."""
+        """Restart the TTL of chunks that are in use, root first, in one round trip.
+
+        A path is refreshed once per `refresh_interval_s`, and with each chunk all that it
+        hangs on: a parent must not go before its child.
+
+        Args:
+            keys: chunks from the root on.
+            now: in seconds.
+        """
         if self._ttl_s is None:
             return
-        age = self._ttl_s / 4
-        due = [k for k in keys if now - self._refreshed.get(k, -age) >= age]
+        age = refresh_interval_s(self._ttl_s)
+        due = [i for i, k in enumerate(keys) if now - self._refreshed.get(k, -age) >= age]
         if not due:
             return
         if len(self._refreshed) > _REFRESHES_REMEMBERED:
             self._refreshed = {k: t for k, t in self._refreshed.items() if now - t < age}
-        self._refreshed.update((k, now) for k in due)
-        wanted = [names.of(k, identity, r) for k in due for r in self._ranks]
+        path = keys[: due[-1] + 1]
+        self._refreshed.update((k, now) for k in path)
+        wanted = [names.of(k, identity, r) for k in path for r in self._ranks]
         self._pool.submit(self.tier.refresh, wanted)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from elora_connector.tiers.base import (
     Outcome,
     Result,
     ValueSpec,
+    refreshed_ttl_s,
 )
 from elora_connector.tiers.codec import (
     HEADER_BYTES,
@@ -39,7 +40,7 @@ class MemoryTier:
     """Values in a dictionary; several instances may share one `store`, as engines share Redis.
 
     Args:
-        ttl_s: seconds a value lives after its last write or refresh; None for ever.
+        ttl_s: seconds a value lives after it was written; None for ever.
         checksum: write and demand payload checksums.
         mac_key: secret that authenticates values, or None.
         clock: seconds, monotonic.
@@ -119,7 +120,7 @@ class MemoryTier:
             for key in keys:
                 value = self._live(key)
                 if value is not None:
-                    self._entries[key] = self._entry(value)
+                    self._entries[key] = self._entry(value, refreshed_ttl_s)
         return Result(Outcome.OK)
 
     def health(self) -> Health:
@@ -144,5 +145,5 @@ class MemoryTier:
             if self._live(key) is value:
                 del self._entries[key]
 
-    def _entry(self, value: bytes) -> _Entry:
-        return _Entry(value, inf if self._ttl_s is None else self._clock() + self._ttl_s)
+    def _entry(self, value: bytes, life_s: Callable[[float], float] = float) -> _Entry:
+        return _Entry(value, inf if self._ttl_s is None else self._clock() + life_s(self._ttl_s))

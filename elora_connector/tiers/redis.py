@@ -24,6 +24,7 @@ from elora_connector.tiers.base import (
     Outcome,
     Result,
     ValueSpec,
+    refreshed_ttl_s,
 )
 from elora_connector.tiers.breaker import CircuitBreaker
 from elora_connector.tiers.redis_failure import ReplyError, StoreError, explain
@@ -52,7 +53,7 @@ class RedisTier:
     Args:
         url: of one server or of Sentinels (`redis_url`), with user, password and database
             if needed.
-        ttl_s: seconds a value lives after its last write or refresh; None for ever.
+        ttl_s: seconds a value lives after it was written; None for ever.
         connect_timeout_s: one bound over TCP, TLS and login, also of the constructor.
         operation_timeout_s: one bound over a whole operation on an open connection.
         checksum: write and demand payload checksums.
@@ -144,7 +145,8 @@ class RedisTier:
     def refresh(self, keys: Sequence[str]) -> Result:
         if self._ttl_s is None or not keys:
             return Result(Outcome.OK)
-        commands = [b"".join(pack("EXPIRE", key, self._ttl_s) for key in keys)]
+        life_s = refreshed_ttl_s(self._ttl_s)
+        commands = [b"".join(pack("EXPIRE", key, life_s) for key in keys)]
         done = self._attempt(lambda link: _all(link, commands, len(keys)))
         if isinstance(done, StoreError):
             return Result(Outcome.ERROR, done.reason, instead=done.instead)

@@ -27,6 +27,7 @@ from elora_connector.integration.vllm.metadata import (
     LoadOrder,
     RankReport,
     StepMetadata,
+    StoreOrder,
     WorkerReport,
 )
 from elora_connector.integration.vllm.meter import Meter
@@ -458,6 +459,15 @@ class SchedulerSide:
                     return
                 if order is not None:
                     step.stores.append(order)
+                    self._keep_ancestors(tracker, order, now)
+
+    def _keep_ancestors(self, tracker: RequestTracker, order: StoreOrder, now: float) -> None:
+        """What new remote chunks hang on must live as long; GPU hits alone do not refresh it."""
+        new = next((item.remote.chunk for item in order.items if item.remote is not None), None)
+        if self._remote is None or new is None or tracker.identity is None:
+            return
+        keys = self._keys(tracker, tracker.identity)
+        self._remote.lookup.refresh(self._names, tracker.identity, keys[: keys.index(new)], now)
 
     def _note_chunks(self, tracker: RequestTracker, scheduled: int) -> None:
         """Which chunks the request's blocks hold, all it has computed by the end of the step."""
