@@ -15,6 +15,10 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 PYTEST_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Long form of the chaos suite: one engine for each seed, so many requests on each.
+CHAOS_SEED ?= 1,2,3,4
+CHAOS_REQUESTS ?= 2500
+
 PY := $(VENV)/bin/python
 COMPAT_PY := $(COMPAT_VENV)/bin/python
 SETUP_SOURCES := scripts/setup_env.py pyproject.toml
@@ -34,7 +38,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo lint bench test-compat clean
+.PHONY: help setup test chaos demo lint bench test-compat clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +55,9 @@ $(COMPAT_STAMP): $(SETUP_SOURCES)
 
 test: $(STAMP) ## run the whole test suite
 	$(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+
+chaos: $(STAMP) ## 10,000 requests under random faults, figures in docs/reliability.md
+	CHAOS_SEED=$(CHAOS_SEED) CHAOS_REQUESTS=$(CHAOS_REQUESTS) $(PY) -m pytest -s tests/chaos
 
 demo: $(STAMP) ## two servers, three adapters, one table
 	$(PY) -m examples.demo

@@ -23,14 +23,13 @@ def twins(world: World) -> Iterator[Strike]:
 
     Struck when the server refused a SET because the other engine's was first.
     """
-    helper = world.helper()
     questions = world.rng.sample(list(world.pool), TOGETHER)
     with world.admin() as admin:
         _begin_anew(world, admin)
         with world.second_net.weather(latency_ms=30), world.net.weather(latency_ms=30):
-            helper.start(questions)
+            world.second.start(questions)
             world.load.ask(questions)
-            helper.wait()
+            world.second.wait()
         world.live.settle()
         sets = admin.info("commandstats").get("cmdstat_set", {}).get("calls", 0)
         twice = sets - admin.dbsize()
@@ -41,18 +40,17 @@ def twins(world: World) -> Iterator[Strike]:
 @contextmanager
 def killed_engine(world: World) -> Iterator[Strike]:
     """kill -9 of the second engine inside a value; then the first one reads what it left."""
-    helper = world.helper()
     questions = world.rng.sample(list(world.pool), TOGETHER)
     before = world.second_net.counts()
     with world.admin() as admin:
         _begin_anew(world, admin)
         with world.second_net.weather(bytes_per_s=1_000_000):
-            helper.start(questions)
+            world.second.start(questions)
             _await(lambda: admin.dbsize() >= 4)
         with world.second_net.weather(hold=True):
             _await(lambda: world.second_net.counts()["held"] > before["held"])
-            helper.kill()
-        world.second = None
+            world.second.kill()
+        world.second = world.new_second()
         left = keys(admin)
         _check_left(admin, left)
         hits = world.live.mark()

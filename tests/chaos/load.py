@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,9 @@ class Load:
         self.cancelled += 1
 
     def _step(self) -> None:
-        for output in self.live.llm.llm_engine.step():
+        with _bounded(f"a step takes more than {HUNG_S:.0f} s ({self.mood})"):
+            outputs = self.live.llm.llm_engine.step()
+        for output in outputs:
             if output.finished and output.request_id in self._sent:
                 self._check(self._sent.pop(output.request_id), output.outputs[0])
         oldest = min((sent.at for sent in self._sent.values()), default=time.monotonic())
@@ -125,6 +129,22 @@ class Load:
                 f"wrong tokens ({self.mood}): {got}, plain vLLM says {want} "
                 f"({completion.finish_reason}) for {sent.question}"
             )
+
+
+@contextmanager
+def _bounded(complaint: str) -> Iterator[None]:
+    """Main thread only: also a step that never returns fails the run."""
+
+    def hung(*_: object) -> None:
+        raise WrongError(complaint)
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.setitimer(signal.ITIMER_REAL, HUNG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -8,7 +8,6 @@ not fixed by anything.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import random
 from collections.abc import Iterator
@@ -72,12 +71,10 @@ def _prepare(stack: ExitStack, tiny: TinyModel, questions: list[Question], seed:
     kind, rng = Kind.of(seed), random.Random(seed)
     store = stack.enter_context(RedisServer())
     net, second_net = (stack.enter_context(BadNetwork(store.port, seed + i)) for i in range(2))
-    second = partial(Instance, tiny.model, tiny.adapters, second_net.url, kind)
+    new_second = partial(Instance, tiny.model, tiny.adapters, second_net.url, kind)
+    second = stack.enter_context(new_second())  # it starts while the first one does
     live = stack.enter_context(chaos_engine(str(tiny.model), net.url, kind))
     load = Load(live, tiny.adapters, questions, rng)
-    world = World(store, net, second_net, live, load, questions, rng, kind, second)
-    stack.callback(lambda: world.second and world.second.kill())
-    faulthandler.dump_traceback_later(3600 if LONG else 600, exit=True)
-    stack.callback(faulthandler.cancel_dump_traceback_later)
-    world.helper()
+    world = World(store, net, second_net, live, load, questions, rng, kind, second, new_second)
+    stack.callback(world.end)
     return Run(world, REQUESTS, least=10 if LONG else 6, pairs=0.25 if LONG else 0.0)

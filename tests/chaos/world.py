@@ -19,7 +19,13 @@ from tests.support.redis_server import RedisServer
 
 @dataclass
 class World:
-    """One engine that is asked, one that helps, one Redis, a proxy before each engine."""
+    """One engine that is asked, a second one, one Redis, a proxy before each engine.
+
+    Attributes:
+        net, second_net: the proxies.
+        new_second: starts another second engine, which takes its time.
+        seen: what else the report tells.
+    """
 
     store: RedisServer
     net: BadNetwork
@@ -29,15 +35,13 @@ class World:
     pool: Sequence[Question]
     rng: random.Random
     kind: Kind
+    second: Instance
     new_second: Callable[[], Instance]
     seen: dict[str, int] = field(default_factory=dict)
-    second: Instance | None = None
 
-    def helper(self) -> Instance:
-        """The second engine; a new one after the old one was killed."""
-        if self.second is None:
-            self.second = self.new_second()
-        return self.second
+    def end(self) -> None:
+        """Leave no second engine behind."""
+        self.second.kill()
 
     def errors(self) -> Callable[..., int]:
         """Remote errors from now on, of both sides; `(*reasons)` or all."""
