@@ -15,6 +15,8 @@ from tests.chaos.load import HUNG_S, WrongError
 from tests.chaos.world import Fault, Strike, World, keys
 
 TOGETHER = 8
+PIECES = 20
+"""Of values, a few kilobytes to 64 KiB each: the engine is killed inside the next one."""
 
 
 @contextmanager
@@ -44,10 +46,8 @@ def killed_engine(world: World) -> Iterator[Strike]:
     before = world.second_net.counts()
     with world.admin() as admin:
         _begin_anew(world, admin)
-        with world.second_net.weather(bytes_per_s=1_000_000):
+        with world.second_net.weather(hold=PIECES):
             world.second.start(questions)
-            _await(lambda: admin.dbsize() >= 4)
-        with world.second_net.weather(hold=True):
             _await(lambda: world.second_net.counts()["held"] > before["held"])
             world.second.kill()
         world.second = world.new_second()

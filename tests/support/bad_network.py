@@ -39,8 +39,8 @@ class Weather:
         bytes_per_s: limit of each direction of each connection, 0 for none.
         blackhole: read and drop everything, in both directions.
         refuse: end new connections before the first byte.
-        hold: pass on the first half of what lies inside a value for the server, and
-            nothing more; such a connection is ended when the weather changes.
+        hold: after so many pieces inside values for the server pass on one half of the
+            next and nothing more, until the weather changes; 0 for never.
         cut, flip, garble, repeat: chance for each piece to be cut in two and the
             connection reset (inside a value only), to have one bit turned (both
             directions), to be replaced by bytes of no protocol, to be sent twice.
@@ -50,7 +50,7 @@ class Weather:
     bytes_per_s: float = 0.0
     blackhole: bool = False
     refuse: bool = False
-    hold: bool = False
+    hold: int = 0
     cut: float = 0.0
     flip: float = 0.0
     garble: float = 0.0
@@ -139,11 +139,13 @@ class _Proxy:
         self._target = port
         self._rng = random.Random(seed)
         self._changed = asyncio.Event()
+        self._in_values = 0
         self.weather = Weather()
         self.counts: Counter[str] = Counter()
 
     def change(self, weather: Weather) -> None:
         self.weather = weather
+        self._in_values = 0
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -189,7 +191,7 @@ class _Proxy:
                     await self._delay()
                     data = self._garbled(data)
                 data, cut = self._cut(self._flipped(data))
-                held = to_server and self.weather.hold and len(data) >= _IN_VALUE
+                held = to_server and self._holds(data)
                 data = data[: len(data) // 2] if held else data
                 async for piece in self._slowly(data):
                     connection.unanswered += len(piece) if to_server else 0
@@ -201,13 +203,17 @@ class _Proxy:
                 if cut or held:
                     return
 
+    def _holds(self, data: bytes) -> bool:
+        self._in_values += len(data) >= _IN_VALUE
+        return 0 < self.weather.hold < self._in_values and len(data) >= _IN_VALUE
+
     async def _delay(self) -> None:
         if self.weather.latency_ms:
             self.counts["delayed"] += 1
             await asyncio.sleep(self.weather.latency_ms / 1000)
 
     async def _slowly(self, data: bytes) -> Any:
-        step = 2048 if self.weather.bytes_per_s else len(data)
+        step = 8192 if self.weather.bytes_per_s else len(data)
         for start in range(0, len(data), step):
             rate = self.weather.bytes_per_s
             if rate and len(data) > step:
