@@ -91,10 +91,7 @@ class BadNetwork:
             self._ask(asdict(Weather()))
 
     def counts(self) -> Counter[str]:
-        """How often each fault struck, and `connections`, since the start.
-
-        `torn_writes`: connections that the client left with a command unanswered.
-        """
+        """How often each fault struck, and `connections`, since the start."""
         counts: dict[str, int] = self._ask({})["counts"]
         return Counter(counts)
 
@@ -116,22 +113,15 @@ class BadNetwork:
 # ---- the process -----------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Connection:
-    """One client with its connection to the server; bytes sent there since its last answer."""
-
-    client: asyncio.StreamWriter
-    server: asyncio.StreamWriter
-    unanswered: int = 0
-
-    def end(self, *, abruptly: bool) -> None:
-        """Close both sides: politely after what was sent, or by a reset that may overtake it."""
-        for writer in (self.client, self.server):
-            sock = writer.get_extra_info("socket")
-            if abruptly:
-                with contextlib.suppress(OSError):
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.close()
+def _end(*writers: asyncio.StreamWriter, abruptly: bool) -> None:
+    """Close politely after what was sent, or by a reset that may overtake it."""
+    for writer in writers:
+        if abruptly:
+            with contextlib.suppress(OSError):
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
+        writer.close()
 
 
 class _Proxy:
@@ -160,26 +150,19 @@ class _Proxy:
         except OSError:
             writer.close()
             return
-        connection = _Connection(writer, forth)
         ways = [
-            asyncio.ensure_future(self._carry(reader, forth, connection, to_server=True)),
-            asyncio.ensure_future(self._carry(back, writer, connection, to_server=False)),
+            asyncio.ensure_future(self._carry(reader, forth, to_server=True)),
+            asyncio.ensure_future(self._carry(back, writer, to_server=False)),
         ]
         # Whatever ends one direction ends the connection.
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        self.counts["torn_writes"] += connection.unanswered > _IN_VALUE
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-        connection.end(abruptly=self._rng.random() < 0.5)
+        _end(writer, forth, abruptly=self._rng.random() < 0.5)
 
     async def _carry(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        connection: _Connection,
-        *,
-        to_server: bool,
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, to_server: bool
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(_PIECE):
@@ -187,14 +170,12 @@ class _Proxy:
                     self.counts["swallowed"] += 1
                     continue
                 if not to_server:
-                    connection.unanswered = 0
                     await self._delay()
                     data = self._garbled(data)
                 data, cut = self._cut(self._flipped(data))
                 held = to_server and self._holds(data)
                 data = data[: len(data) // 2] if held else data
                 async for piece in self._slowly(data):
-                    connection.unanswered += len(piece) if to_server else 0
                     sink.write(piece)
                     await sink.drain()
                 if held:
