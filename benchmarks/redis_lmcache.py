@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class LMCache:
 
         self._connector = self._run(connect())
         self._objects: list[Any] = []
+        self._held: deque[Any] = deque()
 
     def put(self, keys: Sequence[str], slots: Slots) -> list[float]:
         self._prepare(slots)
@@ -96,7 +98,7 @@ class LMCache:
     async def _get_each(self, keys: Sequence[str]) -> list[float]:
         laps = Laps()
         for key in keys:
-            _release([await self._connector.get(_key(key))])
+            self._hold([await self._connector.get(_key(key))])
             laps.lap()
         return laps.seconds
 
@@ -105,11 +107,22 @@ class LMCache:
         for batch in batches(keys, slots):
             names = [_key(key) for key in batch]
             if connector.support_batched_get():
-                _release(await connector.batched_get(names))
+                self._hold(await connector.batched_get(names))
             else:
-                _release(await _gather(connector.get, names))
+                self._hold(await _gather(connector.get, names))
             laps.lap(len(batch))
         return laps.seconds
+
+    def _hold(self, objects: Sequence[Any]) -> None:
+        """Keep what was read for a while, as a request does until it is on the GPU."""
+        if None in objects:
+            raise RuntimeError("LMCache missed a chunk that was stored")
+        self._held.extend(objects)
+        self._release(len(self._objects))
+
+    def _release(self, keep: int) -> None:
+        while len(self._held) > keep:
+            self._held.popleft().ref_count_down()
 
     def _object(self, position: int) -> Any:
         made = self._objects[position % len(self._objects)]
@@ -126,10 +139,3 @@ async def _gather(call: Callable[..., Any], *columns: Sequence[Any]) -> list[Any
 
 def _key(name: str) -> CacheEngineKey:
     return CacheEngineKey("m", 1, 0, int(name.rsplit(":", 1)[1]), torch.bfloat16)
-
-
-def _release(objects: Sequence[Any]) -> None:
-    for made in objects:
-        if made is None:
-            raise RuntimeError("LMCache missed a chunk that was stored")
-        made.ref_count_down()

@@ -1,13 +1,14 @@
 """How fast chunks move in and out of Redis, against other clients and a bare socket.
 
-python benchmarks/redis_speed.py [--count 200] [--rounds 5] [--mib 1 8] [--json FILE]
+python benchmarks/redis_speed.py [--count 20] [--rounds 20] [--mib 1 8] [--json FILE]
 
 One server for all, on 127.0.0.1, without persistence; it and the clients share this
-machine.  In each round every client in turn, in an order that moves on by one, stores
-`count` chunks under new keys and reads them back.  MB/s (1e6 bytes) is the median over
-the rounds; p50 and p95 are over all chunks, in milliseconds.  "of bare" is the median of
-the ratios to a bare socket that works in the same manner (one by one or pipelined, as
-many connections) in the same round.
+machine.  In each round, for each size, every client in turn, in an order that moves on by
+one, stores `count` chunks under new keys and reads them back; short turns, so that
+whatever else the machine does meets all of them alike.  MB/s (1e6 bytes) is the median
+over the rounds; p50 and p95 are over all chunks, in milliseconds.  "of bare" is the
+median of the ratios to a bare socket that works in the same manner (one by one or
+pipelined, as many connections) in the same round.
 
 LMCache is measured where it can be imported (`pip install lmcache`, or this package's
 extra `lmcache`), redis-benchmark where it is on PATH or named; else they are named as
@@ -147,44 +148,53 @@ class RedisBenchmark:
         return found
 
 
-def measure(
-    server: RedisServer, nbytes: int, count: int, rounds: int, program: str | None
-) -> dict[str, dict[str, Figures]]:
-    """Client -> direction -> figures."""
-    slots = make_slots(nbytes, count)
-    peers = {entry.name: entry.make(server.port, nbytes) for entry in entries()}
-    figures = {name: {d: Figures() for d in DIRECTIONS} for name in peers}
-    names = list(peers)
-    other = {d: Figures() for d in DIRECTIONS}
-    with server.client() as admin:
-        for turn in range(rounds):
-            keys = [f"chunk:{turn}:{i}" for i in range(count)]
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+class Field:
+    """All clients with their connections, for chunks of one size."""
+
+    def __init__(self, server: RedisServer, nbytes: int, count: int, program: str | None) -> None:
+        self.figures: dict[str, dict[str, Figures]] = {}
+        self._server = server
+        self._nbytes = nbytes
+        self._count = count
+        self._slots = make_slots(nbytes, count)
+        self._peers = {entry.name: entry.make(server.port, nbytes) for entry in entries()}
+        self._other = None if program is None else RedisBenchmark(program)
+
+    def round(self, turn: int) -> None:
+        """Every client once."""
+        keys = [f"chunk:{turn}:{i}" for i in range(self._count)]
+        names = list(self._peers)
+        first = turn % len(names)
+        with self._server.client() as admin:
+            for name in names[first:] + names[:first]:
                 admin.flushall()
                 for direction in DIRECTIONS:
-                    one_pass(peers[name], direction, keys, slots, figures[name][direction])
-            if program is not None:
-                admin.flushall()
-                for direction, row in (
-                    RedisBenchmark(program).run(server.port, nbytes, count).items()
-                ):
-                    other[direction].rates.append(row[0])
-                    other[direction].seconds += [row[1] / 1e3, row[2] / 1e3]
-        admin.flushall()
-    return figures | ({"redis-benchmark, 1 connection": other} if program is not None else {})
+                    self._turn(name, direction, keys)
+            admin.flushall()
+            if self._other is not None:
+                rows = self._other.run(self._server.port, self._nbytes, self._count)
+                for direction, (rate, p50, p95) in rows.items():
+                    found = self._found("redis-benchmark, 1 connection", direction)
+                    found.rates.append(rate)
+                    found.seconds += [p50 / 1e3, p95 / 1e3]
+            admin.flushall()
 
+    def _turn(self, name: str, direction: str, keys: list[str]) -> None:
+        start = time.perf_counter()
+        seconds = getattr(self._peers[name], direction)(keys, self._slots)
+        wall = time.perf_counter() - start
+        found = self._found(name, direction)
+        found.rates.append(len(keys) * self._nbytes / wall / 1e6)
+        found.seconds += seconds
 
-def one_pass(peer: Peer, direction: str, keys: list[str], slots: Slots, figures: Figures) -> None:
-    start = time.perf_counter()
-    seconds = getattr(peer, direction)(keys, slots)
-    wall = time.perf_counter() - start
-    figures.rates.append(len(keys) * slots[0].nbytes / wall / 1e6)
-    figures.seconds += seconds
+    def _found(self, name: str, direction: str) -> Figures:
+        both = self.figures.setdefault(name, {d: Figures() for d in DIRECTIONS})
+        return both[direction]
 
 
 def make_slots(nbytes: int, count: int) -> Slots:
     """As a host tier has them: side by side, together more than the processor's caches."""
-    number = min(count, max(2, SLOT_BYTES // nbytes))
+    number = max(2, min(count, SLOT_BYTES // nbytes))
     memory = memoryview(bytearray(os.urandom(MIB) * (number * nbytes // MIB + 1)))
     return [memory[i * nbytes : (i + 1) * nbytes] for i in range(number)]
 
@@ -230,8 +240,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--redis-benchmark", default=shutil.which("redis-benchmark"))
     parser.add_argument("--json", type=Path)
@@ -240,12 +250,17 @@ def main() -> None:
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     tables = {}
     with RedisServer() as server:
-        for mib in options.mib:
-            figures = measure(
-                server, mib * MIB, options.count, options.rounds, options.redis_benchmark
-            )
-            tables[str(mib)] = rows(figures)
-            show(mib, tables[str(mib)])
+        fields = {
+            mib: Field(server, mib * MIB, options.count, options.redis_benchmark)
+            for mib in options.mib
+        }
+        for turn in range(options.rounds):
+            for one in fields.values():
+                one.round(turn)
+    print(f"{options.rounds} rounds of {options.count} chunks")
+    for mib, one in fields.items():
+        tables[str(mib)] = rows(one.figures)
+        show(mib, tables[str(mib)])
     if importlib.util.find_spec("lmcache") is None:
         print("\nnot measured: LMCache (not installed here)")
     if options.redis_benchmark is None:

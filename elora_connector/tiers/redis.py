@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _LOG_INTERVAL_S: Final = 60.0
 _MINUTE_S: Final = 60.0
-_WINDOW: Final = Window(count=8, nbytes=8 * 1024 * 1024)
+_WINDOW: Final = Window(count=4, nbytes=16 * 1024 * 1024)
 _MISFIT: Final = Result(Outcome.BAD, "length")
 """The buffer is not of the size that the value has."""
 
