@@ -11,6 +11,7 @@ VLLM_VERSION ?= 0.32.0
 COMPAT_VENV ?= .venv-0.29
 COMPAT_VLLM_VERSION ?= 0.29.0
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Test files run side by side, one engine each (about 2 GB); 1 keeps all in one process.
 TEST_PROCESSES ?= 2
 PYTEST_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
@@ -38,7 +39,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test chaos demo lint bench test-compat clean
+.PHONY: help setup test chaos demo lint bench bench-redis test-compat clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +71,9 @@ lint: $(STAMP) ## ruff, mypy, import rules
 
 bench: $(STAMP) ## cold and warm requests, connector on against off
 	$(PY) benchmarks/overhead.py
+
+bench-redis: $(STAMP) ## chunks in and out of Redis, against other clients and a bare socket
+	$(PY) benchmarks/redis_speed.py $(BENCH_ARGS)
 
 test-compat: $(COMPAT_STAMP) ## engine tests on the oldest supported vLLM
 	$(COMPAT_PY) -m pytest $(PYTEST_PARALLEL) tests/engine $(PYTEST_ARGS)

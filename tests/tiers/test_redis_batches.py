@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,41 @@ def test_values_on_their_way_are_bounded(clean: RedisServer, connect: Connect) -
             ended += 1
         assert max(ahead) == most
         assert ended == 40
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that Python allocated at the same time, at most."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_payload_is_never_copied(clean: RedisServer, connect: Connect, checksum: bool) -> None:
+    nbytes = 4 << 20
+    specs = [make_spec(i, nbytes=nbytes) for i in range(4)]
+    payloads = [memoryview(payload_of(spec)) for spec in specs]
+    dests = [memoryview(bytearray(nbytes)) for _ in specs]
+    tier = connect(clean.url, checksum=checksum)
+    ends: list[Result] = []
+    items = list(zip(specs, payloads, strict=True))
+    assert peak_of(lambda: ends.extend(tier.write_many(items))) < nbytes // 4
+    items = list(zip(specs, dests, strict=True))
+    assert peak_of(lambda: ends.extend(tier.read_many(items))) < nbytes // 4
+    assert all(result.ok for result in ends)
+    assert dests == payloads
+
+
+def test_the_fall_back_does_copy(clean: RedisServer, connect: Connect, fall_back: None) -> None:
+    """Which shows that the measure above can see a copy."""
+    spec = make_spec(nbytes=4 << 20)
+    tier = connect(clean.url)
+    assert put_all(tier, [spec]) == [GOOD]
+    dest = memoryview(bytearray(spec.nbytes))
+    assert peak_of(lambda: tier.read_into(spec, dest)) > spec.nbytes
 
 
 def test_a_writer_sees_what_a_reader_of_the_same_tier_wrote(
