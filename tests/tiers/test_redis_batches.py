@@ -301,6 +301,20 @@ def test_a_server_that_stops_in_the_middle_costs_one_deadline(
         assert ends == [GOOD] * answered + [lost("timeout")] + [lost("breaker")] * (4 - answered)
 
 
+def test_a_server_that_reads_nothing_costs_a_writer_one_deadline(
+    server: RedisServer, connect: Connect
+) -> None:
+    """The value is larger than what the kernel takes from a sender that nobody reads."""
+    specs = [make_spec(i, nbytes=16 << 20) for i in (20, 21)]
+    tier = connect(server.url, operation_timeout_s=0.5)
+    server.pause()
+    assert put_all(tier, specs) == [lost("timeout"), lost("breaker")]
+    server.resume()
+    assert eventually(lambda: put_all(tier) == [GOOD] * 6)
+    assert get_all(tier) == [GOOD] * 6
+    assert tier.leading([[specs[0].key]]).count == 0, "a value cut short is not there"
+
+
 def test_closing_the_tier_ends_a_batch_that_waits(server: RedisServer, connect: Connect) -> None:
     tier = connect(server.url, operation_timeout_s=600.0)
     server.pause()
