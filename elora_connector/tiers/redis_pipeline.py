@@ -105,12 +105,15 @@ class Pipeline:
     def _has_room(self) -> bool:
         if not self._way:
             return True
-        ahead = [step for step in self._way if isinstance(step, _Sent)]
-        if len(ahead) < len(self._way) or any(sent.link is not self._link for sent in ahead):
-            # What is sent again must not stand behind others.
+        if len(self._way) >= self.window.count:
             return False
-        nbytes = sum(sent.exchange.spec.nbytes for sent in ahead)
-        return len(ahead) < self.window.count and nbytes < self.window.nbytes
+        ahead = 0
+        for step in self._way:
+            if not isinstance(step, _Sent) or step.link is not self._link:
+                # What is sent again must not stand behind others.
+                return False
+            ahead += step.exchange.spec.nbytes
+        return ahead < self.window.nbytes
 
     def _launch(self, exchange: Exchange) -> _Sent | _Failed | Result:
         ticket = self.guard.admit()
