@@ -6,6 +6,7 @@ are asked for in one pipeline, and values are removed by UNLINK.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from redis.retry import Retry
 from elora_connector.cli.output import UsageError
 from elora_connector.config import EloraConfig
 from elora_connector.tiers.redis_failure import StoreError, explain
+from elora_connector.tiers.redis_pool import Endpoint
 from elora_connector.tiers.redis_primaries import check_url, primary_urls
 from elora_connector.tiers.redis_url import redact_url
 
@@ -161,9 +163,12 @@ class Store:
 
 
 def _clients(config: EloraConfig) -> list[Any]:
-    """A client of every primary; none is connected yet."""
+    """A client of every primary.  A first connection as the tiers make it says best
+    what is wrong."""
     timeout_s = config.remote.connect_timeout_ms / 1000
     urls = primary_urls(require_url(config), *_login(config), timeout_s=timeout_s)
+    for url in urls:
+        Endpoint(url, *_login(config)).dial(time.monotonic() + timeout_s).close()
     return [_client(url, config) for url in urls]
 
 

@@ -37,6 +37,9 @@ def elora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     """Run the command in this process, without the machine's own configuration."""
     for name in ("ELORA_CONFIG_FILE", "LMCACHE_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
+    # On a busy machine even a healthy server may take its time.
+    monkeypatch.setenv("ELORA_REMOTE_CONNECT_TIMEOUT_MS", "10000")
+    monkeypatch.setenv("ELORA_REMOTE_OPERATION_TIMEOUT_MS", "10000")
 
     def run(*arguments: Any, **kwargs: Any) -> Ran:
         return run_elora([str(a) for a in arguments], **kwargs)

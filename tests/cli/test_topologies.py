@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import ssl
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from elora_connector.cli import doctor
 from elora_connector.cli.checks import ok
 from tests.cli.filling import Filler, Ran, identity
+from tests.support.proxy import TlsProxy
 from tests.support.redis_groups import ClusterServers, SentinelServers
 from tests.support.redis_server import RedisServer, find_redis_server
 
@@ -76,6 +80,47 @@ def test_a_socket_and_another_database(elora: Elora) -> None:
     with RedisServer(unix_socket=True) as server:
         round_of_commands(elora, server.unix_url)
         round_of_commands(elora, server.url[:-1] + "3")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.usefixtures("quick_doctor")
+def test_tls(
+    elora: Elora,
+    server: RedisServer,
+    filler: Filler,
+    certificate: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    filler.chain(WHO, 3)
+    with TlsProxy(server.port, context) as proxy:
+        arguments = ["doctor", "--url", proxy.url, "--extra", SMALL, "--json"]
+        unknown = elora(*arguments)
+        assert (unknown.code, unknown.json["checks"][-1]["facts"]) == (1, {"reason": "tls"})
+        assert "ca_file" in unknown.json["checks"][-1]["advice"]
+        monkeypatch.setenv("ELORA_REMOTE_CA_FILE", certificate[0])
+        trusted = elora(*arguments)
+        assert trusted.code == 0
+        details = {check["name"]: check["detail"] for check in trusted.json["checks"]}
+        assert details["encryption"].startswith(f"TLS, checked against {certificate[0]}")
+        assert elora("verify", "--url", proxy.url, "--json").json["good"] == 3
+        monkeypatch.delenv("ELORA_REMOTE_CA_FILE")
+        plain = elora("inspect", "--url", proxy.url.replace("rediss", "redis"))
+        assert plain.code == 1
+        assert "rediss://" in plain.err
 
 
 def test_settings_beat_the_login_of_the_address(

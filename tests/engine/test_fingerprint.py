@@ -67,6 +67,8 @@ class TestWhatTheStoreSees:
             live.settle()
             stored = {key: admin.get(key) for key in admin.scan_iter()}
         assert len(stored) == 3
+        # The search below finds what is there: the adapter's name is in all of them.
+        assert all(b"civil" in key and b"civil" in value for key, value in stored.items())
         secrets = [salt.encode(), KEY.encode()]
         forms = [form for secret in secrets for form in _forms(secret)]
         forms += [array("i", text[:16]).tobytes(), array("q", text[:16]).tobytes()]
