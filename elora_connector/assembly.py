@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elora_connector.config import EloraConfig
@@ -117,7 +118,13 @@ def assemble_scheduler(
         adapters = assemble_adapters(lora, Level(config.residency), manager, room, scoring)
     lookup = None
     if remote is not None:
-        lookup = RemoteLookup(remote, ranks, config.remote.ttl_s)
+        lookup = RemoteLookup(
+            remote,
+            ranks,
+            config.remote.ttl_s,
+            timeout_s=config.remote.lookup_timeout_ms / 1000,
+            refused=partial(recorder.add, "remote_errors", 1),
+        )
     return SchedulerParts(manager, scoring, recorder, adapters, lookup, len(ranks))
 
 

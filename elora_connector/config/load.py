@@ -165,14 +165,14 @@ def _resolve_times(values: dict[str, Any], origins: dict[str, str], notes: list[
     limit_ms = values["blocking_timeout_secs"] * 1000
     if values[OWN + "fetch_deadline_ms"] is None:
         values[OWN + "fetch_deadline_ms"] = limit_ms
-    operation = _REMOTE + "operation_timeout_ms"
-    if values[operation] > limit_ms:
-        if operation in origins:
-            notes.append(
-                f"{operation} = {values[operation]:g} (from {origins[operation]}) is above "
-                f"blocking_timeout_secs; {limit_ms:g} is used"
-            )
-        values[operation] = limit_ms
+    for key in (_REMOTE + "operation_timeout_ms", _REMOTE + "lookup_timeout_ms"):
+        if values[key] > limit_ms:
+            if key in origins:
+                notes.append(
+                    f"{key} = {values[key]:g} (from {origins[key]}) is above "
+                    f"blocking_timeout_secs; {limit_ms:g} is used"
+                )
+            values[key] = limit_ms
 
 
 def _cross_check(values: Mapping[str, Any], origins: dict[str, str], notes: list[str]) -> None:

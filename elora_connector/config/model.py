@@ -26,6 +26,7 @@ class RemoteConfig:
     io_threads: int
     connect_timeout_ms: float
     operation_timeout_ms: float
+    lookup_timeout_ms: float
     write_queue_mb: int
     checksum: bool
     mac_key_env: str | None

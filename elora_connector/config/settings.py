@@ -146,7 +146,8 @@ _LMCACHE_SETTINGS = (
         "remote_url",
         Maybe(Url()),
         None,
-        "store shared by several instances; `rediss://` is Redis with TLS. null: host only",
+        "store shared by several instances: one server (`redis://`, `rediss://` with TLS, "
+        "`unix://`), `redis-sentinel://` or `redis-cluster://`, see operations.md. null: host only",
     ),
     Setting(
         "remote_serde",
@@ -328,7 +329,8 @@ _OWN_SETTINGS = (
         "elora.remote.ttl_s",
         Maybe(Whole(1)),
         86400,
-        "a value not used for this long is dropped by the store; null: never",
+        "a value not used for this long is dropped by the store (one that was used lives up to a "
+        "quarter longer); null: never",
         "s",
     ),
     Setting("elora.remote.io_threads", Whole(1, 256), 4, "threads (and connections) per rank"),
@@ -338,6 +340,13 @@ _OWN_SETTINGS = (
         Number(),
         2000.0,
         "longest time of one command; never above `blocking_timeout_secs`",
+        "ms",
+    ),
+    Setting(
+        "elora.remote.lookup_timeout_ms",
+        Number(),
+        100.0,
+        "a look-up that takes longer is not waited for, nor is any until one is in time again",
         "ms",
     ),
     Setting(

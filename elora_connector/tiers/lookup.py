@@ -1,19 +1,49 @@
-"""Existence look-ups and TTL refreshes of the scheduler side, on a thread of its own.
+"""Existence look-ups and TTL refreshes of the scheduler side, on threads of its own.
 
-Replies are a few bytes, but a slow store must not slow the scheduler's loop.
+Replies are a few bytes, but a slow store must not slow the scheduler's loop.  Nor the
+requests: a store that does not answer look-ups in time is not asked on anybody's behalf
+until it has answered one in time again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from elora_connector.core.keys import RemoteKeys
 from elora_connector.core.types import ChunkKey, Identity, Rank
-from elora_connector.tiers.base import LookupResult, RemoteTier, refresh_interval_s
+from elora_connector.tiers.base import (
+    Health,
+    LookupResult,
+    Outcome,
+    RemoteTier,
+    refresh_interval_s,
+)
+from elora_connector.tiers.breaker import CircuitBreaker
 
 _THREADS = 2
 _REFRESHES_REMEMBERED = 100_000
+_REFUSING = frozenset({Health.OPEN, Health.HALF_OPEN})
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A question under way; see `RemoteLookup.poll`.
+
+    Attributes:
+        ticket: of the breaker that opens when it is late.
+        late_at: seconds on the clock of `RemoteLookup`.
+    """
+
+    reply: Future[LookupResult]
+    ticket: int
+    late_at: float
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more; others stand in line behind it."""
+        self.reply.cancel()
 
 
 class RemoteLookup:
@@ -23,25 +53,65 @@ class RemoteLookup:
         tier: the store; owned by this object.
         ranks: all ranks of this engine.
         ttl_s: lifetime of a value; None when values do not expire.
+        timeout_s: a look-up that takes longer is late.
+        refused: told the reason whenever a look-up was answered without asking the store.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, tier: RemoteTier, ranks: Sequence[Rank], ttl_s: float | None) -> None:
+    def __init__(
+        self,
+        tier: RemoteTier,
+        ranks: Sequence[Rank],
+        ttl_s: float | None,
+        *,
+        timeout_s: float = 1.0,
+        refused: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.tier = tier
         self._ranks = tuple(ranks)
         self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._refused = refused
+        self._clock = clock
+        self._pace = CircuitBreaker(clock=self._now)
         self._refreshed: dict[ChunkKey, float] = {}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="elora-lookup")
 
-    def submit(
-        self, names: RemoteKeys, identity: Identity, keys: Sequence[ChunkKey]
-    ) -> Future[LookupResult]:
-        """How many leading chunks of `keys` exist on every rank; one round trip."""
-        ranks = self._ranks
+    @property
+    def degraded(self) -> bool:
+        """Whether some or all requests do without the store at the moment."""
+        return self._pace.state is not Health.CLOSED or self.tier.health() is not Health.CLOSED
+
+    def submit(self, names: RemoteKeys, identity: Identity, keys: Sequence[ChunkKey]) -> Lookup:
+        """How many leading chunks of `keys` exist on every rank; one round trip.
+
+        Answered at once where the store is known to be down or slow.
+        """
+        late_at = self._now() + self._timeout_s
 
         def ask() -> LookupResult:
-            return self.tier.leading([[names.of(k, identity, r) for r in ranks] for k in keys])
+            groups = [[names.of(k, identity, r) for r in self._ranks] for k in keys]
+            return self.tier.leading(groups)
 
-        return self._pool.submit(ask)
+        if self.tier.health() in _REFUSING:
+            return self._refuse("breaker")
+        ticket = self._pace.admit()
+        if ticket is not None:
+            return Lookup(self._pool.submit(self._timely, ticket, late_at, ask), ticket, late_at)
+        if self._pace.begin_probe():
+            self._pool.submit(self._trial, late_at, ask)
+        return self._refuse("slow")
+
+    def poll(self, lookup: Lookup) -> LookupResult | None:
+        """The reply, or None: ask again.  A late one is not waited for any longer."""
+        if lookup.reply.done():
+            return lookup.reply.result()
+        if self._now() < lookup.late_at:
+            return None
+        self._pace.failed(lookup.ticket)
+        lookup.cancel()
+        return self._refuse("slow").reply.result()
 
     def refresh(
         self, names: RemoteKeys, identity: Identity, keys: Sequence[ChunkKey], now: float
@@ -71,3 +141,28 @@ class RemoteLookup:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.tier.close()
+
+    def _now(self) -> float:
+        return self._clock()
+
+    def _timely(self, ticket: int, late_at: float, ask: Callable[[], LookupResult]) -> LookupResult:
+        found = ask()
+        if self._now() < late_at:
+            self._pace.succeeded(ticket)
+        else:
+            self._pace.failed(ticket)
+        return found
+
+    def _trial(self, late_at: float, ask: Callable[[], LookupResult]) -> None:
+        """A question of a request that does not wait for it: is the store quick again?"""
+        alive = False
+        try:
+            alive = ask().outcome is Outcome.OK and self._now() < late_at
+        finally:
+            self._pace.end_probe(alive)
+
+    def _refuse(self, reason: str) -> Lookup:
+        self._refused(reason)
+        reply: Future[LookupResult] = Future()
+        reply.set_result(LookupResult(Outcome.ERROR, reason=reason))
+        return Lookup(reply, 0, 0.0)

@@ -75,6 +75,7 @@ BAD = [
     ("elora.remote.io_threads", 257, "a whole number from 1 to 256"),
     ("elora.remote.connect_timeout_ms", 0, "a number above 0"),
     ("elora.remote.operation_timeout_ms", -5, "a number above 0"),
+    ("elora.remote.lookup_timeout_ms", 0, "a number above 0"),
     ("elora.remote.write_queue_mb", 0, "a whole number, at least 1"),
     ("elora.remote.checksum", "sha256", "true or false"),
     ("elora.remote.mac_key_env", 1, "the name of an environment variable"),

@@ -333,6 +333,7 @@ def test_case_12_slow_redis_one_slot_and_aborts(
             "lmcache.remote_url": proxy.url,
             "lmcache.blocking_timeout_secs": 60,
             "elora.remote.operation_timeout_ms": 30_000,
+            "elora.remote.lookup_timeout_ms": 30_000,
         }
         sizes = {"max_num_seqs": 2, "max_loras": 1, "max_cpu_loras": 2}
         with engine(tiny.model, settings, **sizes) as live:

@@ -42,6 +42,8 @@ SETTINGS: Mapping[str, Any] = {
     "lmcache.chunk_size": CHUNK,
     "lmcache.max_local_cpu_size": 0.1,
     "elora.check_invariants": True,
+    # Tests assert hits; on a busy machine a look-up may take long and must not be given up.
+    "elora.remote.lookup_timeout_ms": 10_000,
 }
 
 

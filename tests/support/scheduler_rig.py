@@ -172,6 +172,8 @@ class Rig:
                 "elora.model_id": "rig",
                 "elora.sync_load_ms": 1000,
             }
+            if remote:
+                extra["lmcache.remote_url"] = "redis://rig"  # in whose place `tier` comes
             self._config.kv_transfer_config = transfer_config(extra | dict(settings or {}))
         self.scheduler = self._make_scheduler(num_blocks)
         self.gpu = GpuWatch(self.scheduler.kv_cache_manager.block_pool, self._slotted)
@@ -204,6 +206,7 @@ class Rig:
         self.side._clock = lambda: self.now
         if self.side._remote is not None:
             self.side._remote.lookup._pool = _LookupPool(self._events, self.delays)
+            self.side._remote.lookup._clock = lambda: self.now
         connector, ask = self.scheduler.connector, self.side.match
 
         def match(request: Any, computed: int) -> tuple[int | None, bool]:

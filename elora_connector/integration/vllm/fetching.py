@@ -177,9 +177,9 @@ class RemoteWaits:
     def _reply(self, tracker: RequestTracker) -> bool:
         """Has the store answered?  Then note how far it goes."""
         assert tracker.lookup is not None
-        if not tracker.lookup.done():
+        result = self.lookup.poll(tracker.lookup)
+        if result is None:
             return False
-        result = tracker.lookup.result()
         tracker.remote_known = tracker.lookup_from + result.count if result.count else 0
         tracker.wait = RemoteWait.LOOKED_UP
         return True

@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from elora_connector.core.keys import ChunkHasher, encode_fields
 from elora_connector.core.types import ChunkKey, Identity
-from elora_connector.tiers.base import LookupResult
+from elora_connector.tiers.lookup import Lookup
 
 
 class RemoteWait(enum.Enum):
@@ -75,7 +74,7 @@ class RequestTracker:
     next_store: int = 0
     promised: tuple[int, int] = (0, 0)
     wait: RemoteWait = RemoteWait.NOT_ASKED
-    lookup: Future[LookupResult] | None = None
+    lookup: Lookup | None = None
     lookup_from: int = 0
     remote_known: int = 0
     fetch_from: int | None = None

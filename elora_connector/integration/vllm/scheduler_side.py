@@ -40,7 +40,6 @@ from elora_connector.integration.vllm.requests import (
 from elora_connector.integration.vllm.retrieval import Retrieval
 from elora_connector.integration.vllm.stores import StorePlanner, fetch_order
 from elora_connector.manager import JobKind
-from elora_connector.tiers.base import Health
 
 logger = logging.getLogger("vllm.elora_connector")
 
@@ -519,8 +518,7 @@ class SchedulerSide:
             record.set("resident_adapters", in_slot, "gpu")
             record.set("resident_adapters", in_host, "host")
         if self._remote is not None:
-            degraded = self._remote.lookup.tier.health() is not Health.CLOSED
-            record.set("remote_degraded", float(degraded))
+            record.set("remote_degraded", float(self._remote.lookup.degraded))
 
     def release_blocks(self) -> None:
         """Give vLLM back every block that a store still reads.
