@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 Elora = Callable[..., Ran]
+ROOT = Path(__file__).parents[2]
 
 OLD, NEW, LEGAL = identity("civil", "old"), identity("civil", "new"), identity("legal")
 TWO_RANKS = (Rank(0, 0), Rank(1, 0))
@@ -172,6 +178,26 @@ def test_many_keys_are_counted_once_each(elora: Elora, server: RedisServer, fill
     ran = elora("inspect", "--url", server.url, "--json")
     assert ran.json["totals"]["values"] == 3001
     assert ran.json["totals"]["bytes"] == 3000 * 10 + VALUE_BYTES
+
+
+def test_progress_is_for_terminals_only(server: RedisServer, filler: Filler) -> None:
+    """On a terminal a bar on stderr, else nothing; stdout does not change."""
+    filler.chain(OLD, 3)
+    command = [sys.executable, "-m", "elora_connector.cli", "inspect", "--url", server.url]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    main, terminal = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color"}
+    shown = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal, env=env, check=True
+    )
+    os.close(terminal)
+    bar = os.read(main, 65536)
+    os.close(main)
+    assert piped.stderr == b""
+    assert b"scanning" in bar
+    # The line of sums; the times to live above it go on.
+    assert shown.stdout.splitlines()[-1] == piped.stdout.splitlines()[-1]
+    assert b"3 chunks in 3 values" in shown.stdout
 
 
 def test_an_empty_store(elora: Elora, server: RedisServer) -> None:

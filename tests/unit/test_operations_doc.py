@@ -67,8 +67,7 @@ def test_metrics_named_in_the_tables_exist(name: str) -> None:
 def test_links_and_named_tests_exist(name: str) -> None:
     folder = ROOT if name == "README.md" else ROOT / "docs"
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", DOCS[name]):
-        if target != "reliability.md":  # comes with the chaos suite
-            assert (folder / target).exists(), target
+        assert (folder / target).exists(), target
     tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for function in re.findall(r"`(test_\w+)`", DOCS[name]):
         assert f"def {function}(" in tests, function
