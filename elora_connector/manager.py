@@ -31,7 +31,9 @@ class JobKind(enum.Enum):
     FETCH = "fetch"
     """Remote -> host slots."""
     LOAD = "load"
-    """Host slots -> GPU blocks."""
+    """Host slots -> GPU blocks of a request."""
+    PREFETCH = "prefetch"
+    """Host slots -> GPU blocks that no request has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,26 @@ class Manager:
             raise InvariantError(f"nothing to load for {request_id}")
         return job
 
+    def begin_prefetch(self, identity: Identity, nodes: Sequence[Node]) -> Job:
+        """Pin `nodes`, all READY in the host tier, for a copy to the GPU; no visit of them."""
+        items = []
+        for index, node in enumerate(nodes):
+            if not node.ready(Tier.HOST):
+                raise InvariantError(f"I5: {node!r} is not ready to be prefetched")
+            self.tree.pin(node)
+            ref = SlotRef(node.slot, node.generation)
+            self._busy[ref] += 1
+            items.append(Item(index, node, ref))
+        job = self._open(JobKind.PREFETCH, identity, items, "")
+        if job is None:
+            raise InvariantError("nothing to prefetch")
+        return job
+
+    @property
+    def demanded(self) -> bool:
+        """A request waits for bytes of a job under way."""
+        return any(job.kind in (JobKind.FETCH, JobKind.LOAD) for job in self._jobs.values())
+
     # ---- reports ------------------------------------------------------------------
 
     def finish(self, job_id: int, rank: int, ok_items: int) -> Job | None:
@@ -436,7 +458,7 @@ class Manager:
     def _end(self, job: Job) -> None:
         if job.kind is not JobKind.FETCH:
             self.tree.unpin(job.adapter)
-        if job.kind is JobKind.LOAD:
+        if job.kind in (JobKind.LOAD, JobKind.PREFETCH):
             for item in job.items:
                 if self._mine(item):
                     self.tree.unpin(item.node)

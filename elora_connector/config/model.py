@@ -105,6 +105,8 @@ class EloraConfig:
     reset_remote: str
     pin_share: float
     store_block_share: float
+    prefetch: bool
+    gpu_share: float
     check_invariants: bool
     engines: int
     store: bool

@@ -263,6 +263,18 @@ _OWN_SETTINGS = (
         "part of vLLM's GPU blocks that stores in flight may pin",
     ),
     Setting(
+        "elora.prefetch",
+        Flag(),
+        True,
+        "while the GPU is idle, bring the most valuable KV of loaded adapters back into it",
+    ),
+    Setting(
+        "elora.gpu_share",
+        Number(high=1.0),
+        0.25,
+        "part of vLLM's GPU blocks that prefetched KV may fill before it is used",
+    ),
+    Setting(
         "elora.check_invariants",
         Flag(),
         False,

@@ -66,6 +66,8 @@ BAD = [
     ("elora.pin_share", 0, "a number above 0, at most 1"),
     ("elora.pin_share", 1.01, "a number above 0, at most 1"),
     ("elora.store_block_share", 2, "a number above 0, at most 1"),
+    ("elora.prefetch", "perhaps", "true or false"),
+    ("elora.gpu_share", 0, "a number above 0, at most 1"),
     ("elora.check_invariants", "si", "true or false"),
     ("elora.engines", 0, "a whole number, at least 1"),
     ("elora.store", "no way", "true or false"),

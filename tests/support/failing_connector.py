@@ -36,6 +36,9 @@ class Side:
         failed, self.failed = self.failed, []
         return failed
 
+    def set_paused(self, paused: bool) -> None:
+        self.calls.append(("paused", paused))
+
     def take_restarts(self) -> list[str]:
         return []
 

@@ -44,7 +44,9 @@ class RigWorkerSide(WorkerSide):
         for fetch in step.fetches:
             for item in fetch.items:
                 self._memory.own(item.ref)
+        self._engine.draining = step.drain
         super().begin_step(step)
+        self._engine.draining = False
 
     def store(self) -> None:
         for order in self._step.stores:

@@ -408,6 +408,7 @@ class Rig:
             return busy
         manager = self.side.manager
         busy += [f"{manager.open_jobs} jobs"] * bool(manager.open_jobs)
+        busy += ["a prefetch is wanted"] * self.side.has_pending_work
         busy += [f"{manager.open_puts} writes"] * bool(manager.open_puts)
         for rank in self.ranks:
             busy += [f"events of rank {rank.index}"] * bool(len(rank.events))

@@ -108,6 +108,16 @@ class AdapterSide:
             return False
         return tracker.lora_id is None or self.ledger.verified(tracker.lora_id)
 
+    def may_publish(self, lora_id: int | None, identity: Identity) -> bool:
+        """Is the adapter there, and do its blocks in vLLM's cache have these weights?"""
+        if lora_id is None:
+            return True
+        return (
+            self.ledger.resident(lora_id)
+            and self.ledger.identity(lora_id) == identity
+            and self._gate.cached_as(identity)
+        )
+
     def finished(self, tracker: RequestTracker) -> None:
         """The request ended, in any state."""
         self._failed.pop(tracker.id, None)

@@ -7,6 +7,7 @@ between vLLM's own uses of it; no lock is needed.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,7 @@ class PoolView:
         self.owner = np.zeros(len(pool.blocks), dtype=np.int32)
         """Index of the adapter name that had each block last, 0: nobody."""
         self.names: dict[str, int] = {}
+        self._drops: Counter[str] = Counter()
         self._pinned: dict[int, list[Any]] = {}
         self.pinned = 0
         self.pin_limit = int(pin_share * len(pool.blocks))
@@ -74,11 +76,16 @@ class PoolView:
         Returns:
             How many blocks left the prefix cache.
         """
+        self._drops[name] += 1
         index = self.names.get(name, _NO_OWNER)
         if index == _NO_OWNER:
             return 0
         ids = np.flatnonzero(self.owner == index).tolist()
         return self.unhash(ids)
+
+    def drops(self, name: str) -> int:
+        """How often the blocks of an adapter name were dropped."""
+        return self._drops[name]
 
     def unhash(self, block_ids: Iterable[int]) -> int:
         """Take blocks out of the prefix cache and offer the free ones for reuse first.

@@ -231,6 +231,13 @@ TABLE: tuple[Use, ...] = (
     ),
     Use(
         _SCHEDULER,
+        "Scheduler.set_pause_state",
+        "no prefetch while paused",
+        "wrapped",
+        ("self", "pause_state"),
+    ),
+    Use(
+        _SCHEDULER,
         "Scheduler.finish_requests",
         "fail single requests",
         "called",
@@ -270,6 +277,27 @@ TABLE: tuple[Use, ...] = (
         "protect blocks until copied",
         "called",
         ("self", "ordered_blocks"),
+    ),
+    Use(
+        "vllm.v1.core.block_pool",
+        "BlockPool.get_new_blocks",
+        "prefetch into free blocks",
+        "called",
+        ("self", "num_blocks"),
+    ),
+    Use(
+        "vllm.v1.core.block_pool",
+        "BlockPool._insert_block_hash",
+        "put prefetched blocks into the prefix cache",
+        "called",
+        ("self", "block_hash_with_group_id", "block", "num_tokens"),
+    ),
+    Use(
+        "vllm.v1.core.block_pool",
+        "BlockPool._build_block_stored_event",
+        "tell subscribers of prefetched blocks",
+        "called",
+        ("self", "request", "block_hashes", "parent_block_hash", "start_token_idx"),
     ),
     Use(
         "vllm.v1.core.kv_cache_utils",

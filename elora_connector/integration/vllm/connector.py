@@ -88,7 +88,7 @@ class EloraConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
-        return self._side().has_pinned_blocks
+        return self._side().has_pending_work
 
     def reset_cache(self) -> bool:
         logger.info("reset_cache: %s", self._side().reset())

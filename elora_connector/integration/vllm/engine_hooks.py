@@ -2,6 +2,7 @@
 
 * `EngineCore.add_lora`, `remove_lora`, `pin_lora` tell our scheduler side, so that an
   adapter's epoch is raised before the next schedule().
+* `Scheduler.set_pause_state` stops prefetching while the engine is paused.
 * `Scheduler.update_from_output` fails the requests our scheduler side gave up on.
 * `OutputProcessor.process_outputs` turns such a failure into an HTTP error with our
   message; for `LLM()` it is `finish_reason="error"` with the message as `stop_reason`.
@@ -15,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, Literal, Protocol
 
 from vllm.exceptions import GracefulHTTPError
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
@@ -51,6 +53,10 @@ class SchedulerSide(Protocol):
         """Give back every GPU block that a store under way has pinned."""
         ...
 
+    def set_paused(self, paused: bool) -> None:
+        """vLLM stops or goes on scheduling new requests."""
+        ...
+
     def take_restarts(self) -> Iterable[str]:
         """Requests whose KV, if it is still being loaded, belongs to replaced weights."""
         ...
@@ -66,6 +72,7 @@ def install() -> None:
         wrap(EngineCore, kind, functools.partial(_adapter_rpc, kind))
     wrap(Scheduler, "update_from_output", _update_from_output)
     wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
+    wrap(Scheduler, "set_pause_state", _set_pause_state)
     wrap(OutputProcessor, "process_outputs", _process_outputs)
 
 
@@ -116,6 +123,13 @@ def _reset_prefix_cache(original: Any, scheduler: Any, *args: Any, **kwargs: Any
     if side is not None:
         side.release_blocks()
     return original(scheduler, *args, **kwargs)
+
+
+def _set_pause_state(original: Any, scheduler: Any, pause_state: PauseState) -> Any:
+    side = side_of(scheduler)
+    if side is not None:
+        side.set_paused(pause_state != PauseState.UNPAUSED)
+    return original(scheduler, pause_state)
 
 
 def _fail_request(scheduler: Any, outputs: Any, request_id: str, message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from elora_connector.core.adapter_orders import Acks, Check, Gate, Loaded, Order
 from elora_connector.core.ledger import AdapterLedger
+from elora_connector.core.types import Identity
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, AdapterReport, Verify
 from elora_connector.integration.vllm.requests import RequestTracker
 
@@ -123,6 +124,12 @@ class AdapterGate:
             f"adapter '{tracker.name}' was not loaded within {self._deadline_s:g} s "
             "(elora.adapter_deadline_s)"
         )
+
+    def cached_as(self, identity: Identity) -> bool:
+        """May blocks of this content be in the GPU prefix cache under its name?"""
+        if identity.name in self._turning:
+            return False
+        return self._cached.setdefault(identity.name, identity.digest) == identity.digest
 
     def take_turns(self) -> dict[str, bytes]:
         """Names whose cached blocks must be dropped before this step ends."""

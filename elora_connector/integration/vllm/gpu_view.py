@@ -12,11 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from elora_connector.core.ledger import AdapterLedger
+from elora_connector.core.node import Node
 from elora_connector.core.types import ChunkKey
 from elora_connector.integration.vllm.block_pool import PoolView
 from elora_connector.integration.vllm.gpu_check import check_dormant, check_order, check_table
 from elora_connector.integration.vllm.gpu_chunks import NO_ROW, ChunkRows, Scores, victims
 from elora_connector.integration.vllm.gpu_order import BlockOrder
+from elora_connector.integration.vllm.gpu_recipes import RecipeBook
 from elora_connector.integration.vllm.gpu_table import BlockTable, IntArray
 from elora_connector.integration.vllm.requests import RequestTracker
 from elora_connector.manager import Manager
@@ -49,12 +51,14 @@ class GpuView:
         blocks_per_chunk: int,
         checks: bool,
     ) -> None:
-        self._pool = pool
-        self._owners = owners
-        self._manager = manager
+        self.pool = pool
+        self.owners = owners
+        self.manager = manager
         self._ledger = ledger
-        self._recorder = recorder
-        self._per_chunk = blocks_per_chunk
+        self.recorder = recorder
+        self.per_chunk = blocks_per_chunk
+        self.recipes: RecipeBook | None = None
+        """Kept up where chunks may be prefetched."""
         self.table = BlockTable(pool.blocks, owners.owner)
         self.rows = ChunkRows(limit=max(1024, 2 * len(pool.blocks)))
         order = _CheckedOrder if checks else BlockOrder
@@ -84,11 +88,32 @@ class GpuView:
         for key in keys[done:]:
             row = self.rows.row(key, row)
             rows.append(row)
-        blocks, start, end = tracker.blocks, done * self._per_chunk, len(keys) * self._per_chunk
-        belongs = np.repeat(np.array(rows, dtype=np.int32), self._per_chunk)
+        blocks, start, end = tracker.blocks, done * self.per_chunk, len(keys) * self.per_chunk
+        belongs = np.repeat(np.array(rows, dtype=np.int32), self.per_chunk)
         self.table.row[blocks[start:end]] = belongs[: len(blocks) - start]
         self.table.row[blocks[end:]] = row
         tracker.gpu_chunks = len(keys)
+        if self.recipes is not None and tracker.identity is not None:
+            self.recipes.note(tracker.request, tracker.identity, keys, done)
+
+    def place(self, nodes: Sequence[Node], ids: Sequence[int], before: int) -> None:
+        """Blocks `ids`, behind block `before` (0: none), will hold a run of chunks."""
+        self.table.give(ids, before)
+        rows, row = [], int(self.table.row[before]) if before else NO_ROW
+        for node in nodes:
+            row = self.rows.row(node.key, row)
+            rows.append(row)
+        self.table.row[ids] = np.repeat(np.array(rows, dtype=np.int32), self.per_chunk)
+
+    def hit(self, tracker: RequestTracker, blocks: int) -> None:
+        """vLLM's own cache had the request's first `blocks` blocks."""
+        if not blocks:
+            return
+        ids = tracker.blocks[:blocks]
+        prefetched = int(self.table.fresh[ids].sum())
+        if prefetched:
+            self.table.fresh[ids] = False
+            self.recorder.add("prefetched_blocks_hit", prefetched)
 
     def _last_row(self, tracker: RequestTracker) -> int:
         if not tracker.gpu_chunks or tracker.hasher is None:
@@ -100,22 +125,22 @@ class GpuView:
     def before_step(self, now: float, count: int) -> None:
         """Put the blocks that the next step can take at most in order."""
         self.order.now = now
-        self.order.need(min(count, self._pool.get_num_free_blocks()))
+        self.order.need(min(count, self.pool.get_num_free_blocks()))
         self.rows.compact(self.table.row)
         if now - self._gauged >= _GAUGE_EVERY_S:
             self._gauged = now
             self._gauge()
 
     def _choose(self, ids: IntArray, count: int) -> IntArray:
-        tree = self._manager.tree
-        scores = Scores(tree, self._manager.policy, self.order.now)
+        tree = self.manager.tree
+        scores = Scores(tree, self.manager.policy, self.order.now)
         return victims(ids, count, self.rows, self.table, scores, tree)
 
     def _gauge(self) -> None:
         free = self.table.free_cached()
         dormant = int(self.order.dormant(free).sum())
-        cached = max(len(free), len(self._pool.cached_block_hash_to_block), 1)
-        record = self._recorder
+        cached = max(len(free), len(self.pool.cached_block_hash_to_block), 1)
+        record = self.recorder
         record.set("invalid_kv_ratio", dormant / cached, "all")
         record.set("invalid_kv_ratio", self.order.misplaced() / cached, "misplaced")
         record.set("dormant_blocks", dormant)
@@ -128,15 +153,15 @@ class GpuView:
     def check(self) -> None:
         """The view agrees with vLLM's pool."""
         self.order.follow_reset()
-        check_table(self._pool, self.order)
+        check_table(self.pool, self.order)
 
     def check_order(self, count: int) -> None:
         """The first `count` free blocks are in order (I7)."""
-        count = min(count, self._pool.get_num_free_blocks())
-        names = ["", *self._owners.names]
+        count = min(count, self.pool.get_num_free_blocks())
+        names = ["", *self.owners.names]
         slotted = frozenset() if self._ledger is None else self._ledger.slot_watch.names
-        check_order(self._pool, self.table, names, slotted, count)
-        check_dormant(self._pool, self.order, count)
+        check_order(self.pool, self.table, names, slotted, count)
+        check_dormant(self.pool, self.order, count)
 
 
 class _CheckedOrder(BlockOrder):

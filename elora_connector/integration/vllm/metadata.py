@@ -66,6 +66,14 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    """Host slots -> GPU blocks that no request has; whole chunks."""
+
+    job_id: int
+    copies: tuple[ChunkCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FetchItem:
     ref: SlotRef
     remote: RemoteChunk
@@ -85,7 +93,7 @@ class StepMetadata(KVConnectorMetadata):
 
     `rpcs` is the scheduler's count of out-of-step adapter calls; workers echo it, which
     tells the scheduler whether a report was made before or after such a call.
-    `idle`: no forward in this step.  `drain`: finish all stores under way first.
+    `idle`: no forward in this step.  `drain`: finish all stores and prefetches first.
     `number` rises with every step; workers echo it.
     `grants`: places for orders sent before.  `cancelled`: numbers of orders to forget.
     `protected`: adapters that no worker may evict on its own account.
@@ -102,13 +110,14 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     fetches: list[FetchOrder] = field(default_factory=list)
+    prefetches: list[PrefetchOrder] = field(default_factory=list)
 
 
 @dataclass
 class RankReport:
     """What one rank finished since its last report.
 
-    `stores`, `fetches`, `loads`: (job id, number of leading good items).
+    `stores`, `fetches`, `loads`, `prefetches`: (job id, number of leading good items).
     `puts`: (slot use, written).  `step`: number of the step it was made after.
     `moves`: (direction, bytes, seconds) of single copies and remote values.
     """
@@ -118,6 +127,7 @@ class RankReport:
     stores: list[tuple[int, int]] = field(default_factory=list)
     fetches: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
+    prefetches: list[tuple[int, int]] = field(default_factory=list)
     puts: list[tuple[SlotRef, bool]] = field(default_factory=list)
     moves: list[tuple[Move, int, float]] = field(default_factory=list)
     adapters: AdapterReport | None = None

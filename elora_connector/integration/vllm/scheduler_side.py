@@ -22,6 +22,7 @@ from elora_connector.integration.vllm.adapter_side import AdapterSide
 from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.fetching import RemoteWaits
 from elora_connector.integration.vllm.geometry import Geometry
+from elora_connector.integration.vllm.gpu_prefetch import Prefetcher, make_prefetcher
 from elora_connector.integration.vllm.gpu_view import GpuView
 from elora_connector.integration.vllm.metadata import (
     LoadOrder,
@@ -75,6 +76,7 @@ class SchedulerSide:
         self.recorder = parts.recorder
         self.pool: PoolView | None = None
         self.gpu: GpuView | None = None
+        self.prefetch: Prefetcher | None = None
         self._stores = producer and config.store
         self._retrieves = consumer and config.retrieve
         self._clock = clock
@@ -126,6 +128,14 @@ class SchedulerSide:
                 blocks_per_chunk=self.geometry.blocks_per_chunk,
                 checks=self.config.check_invariants,
             )
+            if self.config.prefetch and self._stores and self._retrieves:
+                self.prefetch = make_prefetcher(
+                    self.gpu,
+                    self._may_publish,
+                    self.config,
+                    self.geometry,
+                    job_bytes=int(self._rates.host_to_gpu.per_s * self.config.sync_load_ms / 1000),
+                )
 
     # ---- requests ------------------------------------------------------------------
 
@@ -263,6 +273,8 @@ class SchedulerSide:
             ]
         if self._adapters is not None:
             self._adapters.fill(step, now)
+        if self.prefetch is not None:
+            self._prefetch(self.prefetch, step, len(scheduler_output.num_scheduled_tokens), now)
         if self.gpu is not None:
             self.gpu.before_step(now, len(scheduler_output.num_scheduled_tokens) + 1)
         if self.config.check_invariants:
@@ -283,8 +295,22 @@ class SchedulerSide:
 
     @property
     def has_pinned_blocks(self) -> bool:
-        """True exactly while a store keeps GPU blocks from vLLM."""
+        """True exactly while a store or a prefetch keeps GPU blocks from vLLM."""
+        if self.prefetch is not None and self.prefetch.open:
+            return True
         return self.pool is not None and self.pool.pinned > 0
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Must the engine go on stepping although it has no request?"""
+        if self.prefetch is not None and self.prefetch.wants_step:
+            return True
+        return self.has_pinned_blocks
+
+    def set_paused(self, paused: bool) -> None:
+        """vLLM stops or goes on scheduling new requests."""
+        if self.prefetch is not None:
+            self.prefetch.paused = paused
 
     def reset(self) -> str:
         """vLLM's `reset_cache`: weights may have changed in ways we cannot see.
@@ -425,6 +451,8 @@ class SchedulerSide:
         """Which chunks the blocks hold that vLLM had, and those that are about to be loaded."""
         local, external = tracker.promised
         gpu.given(tracker, known or local // self.geometry.block_size)
+        if not known:
+            gpu.hit(tracker, local // self.geometry.block_size)
         hits = (local + external) // self.geometry.chunk_size
         if hits and tracker.identity is not None and not tracker.bypass:
             gpu.complete(tracker, self._keys(tracker, tracker.identity)[:hits])
@@ -477,6 +505,19 @@ class SchedulerSide:
             size = self.geometry.chunk_size
             self.gpu.complete(tracker, tracker.keys_upto(self._root(tracker), size, chunks))
 
+    def _prefetch(self, prefetch: Prefetcher, step: StepMetadata, running: int, now: float) -> None:
+        """Demand comes first: nothing is prefetched while a request waits for anything."""
+        if self.manager.demanded or any(not t.admitted for t in self._trackers.values()):
+            return
+        order = prefetch.plan(now, idle=step.idle, running=running)
+        if order is not None:
+            step.prefetches.append(order)
+
+    def _may_publish(self, lora_id: int | None, identity: Identity) -> bool:
+        if self._adapters is None:
+            return lora_id is None
+        return self._adapters.may_publish(lora_id, identity)
+
     def _may_store(self, tracker: RequestTracker) -> bool:
         if not tracker.stores or tracker.bypass or tracker.tainted or tracker.identity is None:
             return False
@@ -485,12 +526,14 @@ class SchedulerSide:
     # ---- inside: reports ---------------------------------------------------------------
 
     def _end_jobs(self, rank: int, part: RankReport) -> None:
-        for job_id, ok in (*part.stores, *part.fetches, *part.loads):
+        for job_id, ok in (*part.stores, *part.fetches, *part.loads, *part.prefetches):
             job = self.manager.finish(job_id, rank, ok)
             if job is not None and job.kind is JobKind.STORE:
                 if self.pool is not None:
                     self.pool.unpin(job_id)
                 self.recorder.add("chunks_stored", job.ok_items)
+            elif job is not None and job.kind is JobKind.PREFETCH and self.prefetch is not None:
+                self.prefetch.ended(job)
             elif job is not None and job.kind is JobKind.LOAD and job.ok_items < len(job.items):
                 self.recorder.add("load_failures")
         for ref, ok_put in part.puts:
@@ -521,11 +564,13 @@ class SchedulerSide:
             record.set("remote_degraded", float(self._remote.lookup.degraded))
 
     def release_blocks(self) -> None:
-        """Give vLLM back every block that a store still reads.
+        """Give vLLM back every block that a store still reads or a prefetch still writes.
 
-        The workers finish those copies before their next forward, so a block cannot be
-        overwritten under a copy.
+        The workers finish those copies before their next forward, so neither a copy nor
+        a block can be overwritten.
         """
+        if self.prefetch is not None and self.prefetch.abandon():
+            self._drain = True
         if self.has_pinned_blocks and self.pool is not None:
             self.pool.unpin_all()
             self._drain = True
@@ -543,6 +588,8 @@ class SchedulerSide:
         for tracker in self._trackers.values():
             tracker.wait, tracker.lookup, tracker.jobs = RemoteWait.NOT_ASKED, None, set()
             tracker.remote_known, tracker.fetch_from = 0, None
+        if self.prefetch is not None:
+            self.prefetch.distrust()
         return self.manager.reset()
 
     def _check(self) -> None:

@@ -25,6 +25,7 @@ from elora_connector.integration.vllm.adapters import AdapterAgent
 from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.metadata import (
     LoadOrder,
+    PrefetchOrder,
     RankReport,
     RemoteChunk,
     StepMetadata,
@@ -75,6 +76,7 @@ class WorkerSide:
         self._step = StepMetadata()
         self._stores: list[tuple[StoreOrder, Ticket]] = []
         self._loads: list[tuple[LoadOrder, Ticket]] = []
+        self._prefetches: list[tuple[PrefetchOrder, Ticket]] = []
         self._received: set[str] = set()
         self._invalid: set[int] = set()
         self._names: dict[bytes, RemoteKeys] = {}
@@ -121,7 +123,7 @@ class WorkerSide:
         """Before vLLM looks at the batch: adapter orders and reads from the remote tier."""
         self._step = step
         if step.drain:
-            for _, ticket in self._stores:
+            for _, ticket in (*self._stores, *self._prefetches):
                 ticket.wait()
         if self._agent is not None:
             self._agent.cancel(step.cancelled)
@@ -138,6 +140,9 @@ class WorkerSide:
             submit = self._engine.load_ordered if order.ordered else self._engine.load
             self._loads.append((order, submit(order.copies)))
         self._step.loads = []
+        for prefetch in self._step.prefetches:
+            self._prefetches.append((prefetch, self._engine.load(prefetch.copies)))
+        self._step.prefetches = []
 
     def store(self) -> None:
         """GPU -> host copies of blocks that this step's forward completes."""
@@ -158,6 +163,7 @@ class WorkerSide:
             self._agent.advance(frozenset())
         self._stores = [entry for entry in self._stores if not self._poll_store(*entry)]
         self._loads = [entry for entry in self._loads if not self._poll_load(*entry)]
+        self._prefetches = [entry for entry in self._prefetches if not self._poll_prefetch(*entry)]
         if self._io is not None:
             self._report.fetches.extend(self._io.take_reads())
             self._report.puts.extend(self._io.take_writes())
@@ -250,6 +256,15 @@ class WorkerSide:
             self._received.add(order.request_id)
         return True
 
+    def _poll_prefetch(self, order: PrefetchOrder, ticket: Ticket) -> bool:
+        if not ticket.done():
+            return False
+        self._measure(Move.HOST_TO_GPU, ticket)
+        if ticket.error is not None:
+            logger.error("prefetching KV failed: %s", ticket.error)
+        self._report.prefetches.append((order.job_id, 0 if ticket.error else len(order.copies)))
+        return True
+
     def _measure(self, move: Move, ticket: Ticket) -> None:
         self.recorder.add("bytes", ticket.nbytes, move.value)
         self.recorder.add("seconds", ticket.seconds, move.value)
@@ -259,7 +274,7 @@ class WorkerSide:
     def _waiting_for_background(self) -> bool:
         reading = self._io is not None and self._io.busy
         loading = self._agent is not None and bool(self._step.protected)
-        return reading or loading or bool(self._loads)
+        return reading or loading or bool(self._loads or self._prefetches)
 
     def _spec(self, chunk: RemoteChunk) -> ValueSpec:
         names = self._names.get(chunk.namespace)
