@@ -23,7 +23,7 @@ class GpuWatch:
         taken: blocks taken while un-hashed, dormant, valid.
         wrong: takes of a cached block while an un-hashed one was free, or of a valid one
             while a dormant one was.
-        orphans: blocks still cached whose parent was reused.
+        orphans: free blocks still cached whose parent was reused.
     """
 
     def __init__(self, pool: Any, slotted: Callable[[], Collection[str]]) -> None:
@@ -73,7 +73,9 @@ class GpuWatch:
         if gone is None or self.cached(get_block_hash(gone)):
             return
         for child in self.children.get(get_block_hash(gone), ()):
-            self.orphans += self.cached(child)
+            found = self.pool.get_cached_block(child, [0])
+            # One that a store still reads cannot go first.
+            self.orphans += found is not None and found[0].ref_cnt == 0
 
     def cached(self, one: bytes) -> bool:
         return self.pool.get_cached_block(one, [0]) is not None
