@@ -37,6 +37,10 @@ class GpuWatch:
         self._cache, pool.cache_full_blocks = pool.cache_full_blocks, self._cache_full_blocks
         self._take, pool.get_new_blocks = pool.get_new_blocks, self._get_new_blocks
 
+    def detach(self) -> None:
+        """Stop watching."""
+        del self.pool.cache_full_blocks, self.pool.get_new_blocks
+
     def _cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         name = request.lora_request.lora_name if request.lora_request else ""
         before = None

@@ -462,6 +462,7 @@ class Rig:
         view.check()
         watch = self.gpu
         assert not watch.wrong, f"I7: {watch.wrong} takes before a worse block, {watch.taken}"
+        assert not watch.misplaced(), "a dormant block stands behind a valid one"
         assert not watch.orphans, f"{watch.orphans} blocks lost their parent"
         names = ["", *self.side.pool.names]
         ours = {b: names[view.table.owner[b]] for b in watch.owners()}

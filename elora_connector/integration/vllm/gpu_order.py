@@ -1,9 +1,9 @@
 """What vLLM reuses next (I7): un-hashed blocks, then dormant ones, then the lowest scores.
 
 Dormant is the KV of an adapter that the ledger counts in no GPU slot.  Its blocks stay
-hits until their memory is needed.  Nothing moves when an adapter leaves or comes back:
-which blocks are dormant is looked up when vLLM takes some, so it costs the same however
-many blocks the adapter has, and never lags behind the ledger.
+hits until their memory is needed.  Which blocks are dormant is looked up again when vLLM
+takes some, so the order never lags behind the ledger; between steps the dormant ones are
+moved to the front of vLLM's list as well, up to a bound.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Chooser = Callable[[IntArray, int], IntArray]
 
 _FIRST_NAMES: Final = 64
 _BATCH: Final = 256
+_LINED_UP: Final = 16384
 _MAX_AGE_S: Final = 0.1
 
 
@@ -99,7 +100,7 @@ class BlockOrder:
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """Dormant blocks that become free belong before valid ones that stand in front."""
-        if self.table.ready and not self._stale:
+        if not self._stale:
             owners = self.table.owner[np.array(block_ids, dtype=np.int64)]
             self._stale = bool(self._away[owners].any())
 
@@ -109,16 +110,19 @@ class BlockOrder:
             self._map = self._pool.cached_block_hash_to_block
             self.table.load(self._pool.blocks)
 
-    def misplaced(self) -> int:
-        """Free dormant blocks that would be reused after a valid one."""
+    def line_up(self) -> None:
+        """Between steps: dormant blocks right behind the un-hashed ones."""
         if self._stale:
-            return 0  # put in order before the next block is taken
+            dormant = int(self.dormant(self.table.free_cached()).sum())
+            if dormant:
+                self._arrange(min(dormant, _LINED_UP))
+
+    def misplaced(self) -> int:
+        """Free dormant blocks that are not first in line after the un-hashed ones."""
         front = self._front[self.table.state[self._front] == READY]
         dormant = self.dormant(front)
-        if dormant.all():
-            return 0
-        before = int(np.argmin(dormant))
-        return int(self.dormant(self.table.free_cached()).sum()) - before
+        first = len(front) if dormant.all() else int(np.argmin(dormant))
+        return int(self.dormant(self.table.free_cached()).sum()) - first
 
     # ---- choosing --------------------------------------------------------------------
 

@@ -125,11 +125,17 @@ class GpuView:
     def before_step(self, now: float, count: int) -> None:
         """Put the blocks that the next step can take at most in order."""
         self.order.now = now
+        self.order.line_up()
         self.order.need(min(count, self.pool.get_num_free_blocks()))
         self.rows.compact(self.table.row)
         if now - self._gauged >= _GAUGE_EVERY_S:
             self._gauged = now
             self._gauge()
+
+    def after_step(self) -> None:
+        """Reports were taken in, requests have ended."""
+        self.order.follow_reset()
+        self.order.line_up()
 
     def _choose(self, ids: IntArray, count: int) -> IntArray:
         tree = self.manager.tree

@@ -291,6 +291,8 @@ class SchedulerSide:
             self._recover(error)
         if self._adapters is not None:
             self._adapters.on_report(report, self._clock())
+        if self.gpu is not None:
+            self.gpu.after_step()
         self._gauge()
 
     @property
