@@ -36,6 +36,10 @@ class JobKind(enum.Enum):
     """Host slots -> GPU blocks that no request has."""
 
 
+_HOLDS_ADAPTER = frozenset({JobKind.STORE, JobKind.LOAD})
+"""A prefetch does not: nobody asked for it, so it must not keep another adapter waiting."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One chunk of a job; `index` is its position in the request, in chunks."""
@@ -61,7 +65,7 @@ class Job:
     items: tuple[Item, ...]
     request_id: str
     adapter: AdapterNode
-    """Pinned while a copy to or from the GPU is under way."""
+    """Pinned while a copy to or from a request's GPU blocks is under way."""
     done_ranks: set[int] = field(default_factory=set)
     ok_items: int = 0
 
@@ -440,7 +444,7 @@ class Manager:
         job = Job(
             self._next_job, kind, identity, tuple(items), request_id, adapter, ok_items=len(items)
         )
-        if kind is not JobKind.FETCH:
+        if kind in _HOLDS_ADAPTER:
             self.tree.pin(adapter)
         self._next_job += 1
         self._jobs[job.id] = job
@@ -456,7 +460,7 @@ class Manager:
     # ---- inside: ending -------------------------------------------------------------
 
     def _end(self, job: Job) -> None:
-        if job.kind is not JobKind.FETCH:
+        if job.kind in _HOLDS_ADAPTER:
             self.tree.unpin(job.adapter)
         if job.kind in (JobKind.LOAD, JobKind.PREFETCH):
             for item in job.items:
@@ -555,7 +559,7 @@ class Manager:
         for ref in owned | self._orphans:
             if not self.slots.current(ref):
                 raise InvariantError(f"I5: slot {ref.slot} has another owner")
-        pinned = Counter(j.adapter for j in self._jobs.values() if j.kind is not JobKind.FETCH)
+        pinned = Counter(j.adapter for j in self._jobs.values() if j.kind in _HOLDS_ADAPTER)
         for adapter, jobs in pinned.items():
             if adapter.attached and adapter.pins < jobs:
                 raise InvariantError(f"I2: {adapter!r} has {jobs} copies under way")

@@ -96,7 +96,7 @@ class Scores:
     def add(self, nodes: Sequence[Node]) -> None:
         """Score all of `nodes` at once."""
         self._table.fill(nodes)
-        scores = self._policy.scores(self._table, self._now).tolist()
+        scores = np.nan_to_num(self._policy.scores(self._table, self._now), nan=np.inf).tolist()
         self._known.update(zip(nodes, scores, strict=True))
 
 
