@@ -3,9 +3,9 @@
 python benchmarks/redis_speed.py [--count 20] [--rounds 20] [--mib 1 8] [--json FILE]
 
 One server for all, on 127.0.0.1, without persistence; it and the clients share this
-machine.  In each round, for each size, every client in turn, in an order that moves on by
-one, stores `count` chunks under new keys and reads them back; short turns, so that
-whatever else the machine does meets all of them alike.  MB/s (1e6 bytes) is the median
+machine.  In each round, for each size, every client in turn, in a random order, stores
+`count` chunks under new keys and reads them back; short turns, so that whatever else the
+machine does meets all of them alike.  MB/s (1e6 bytes) is the median
 over the rounds; p50 and p95 are over all chunks, in milliseconds.  "of bare" is the
 median of the ratios to a bare socket that works in the same manner (one by one or
 pipelined, as many connections) in the same round.
@@ -22,6 +22,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -151,22 +152,29 @@ class RedisBenchmark:
 class Field:
     """All clients with their connections, for chunks of one size."""
 
-    def __init__(self, server: RedisServer, nbytes: int, count: int, program: str | None) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        nbytes: int,
+        count: int,
+        chosen: list[Entry],
+        program: str | None,
+    ) -> None:
         self.figures: dict[str, dict[str, Figures]] = {}
         self._server = server
         self._nbytes = nbytes
         self._count = count
         self._slots = make_slots(nbytes, count)
-        self._peers = {entry.name: entry.make(server.port, nbytes) for entry in entries()}
+        self._peers = {entry.name: entry.make(server.port, nbytes) for entry in chosen}
         self._other = None if program is None else RedisBenchmark(program)
 
     def round(self, turn: int) -> None:
         """Every client once."""
         keys = [f"chunk:{turn}:{i}" for i in range(self._count)]
         names = list(self._peers)
-        first = turn % len(names)
+        random.Random(turn).shuffle(names)
         with self._server.client() as admin:
-            for name in names[first:] + names[:first]:
+            for name in names:
                 admin.flushall()
                 for direction in DIRECTIONS:
                     self._turn(name, direction, keys)
@@ -203,7 +211,9 @@ def rows(figures: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
     """One per client: medians, percentiles, ratios."""
     bare = {entry.name: entry.bare for entry in entries()}
     table = []
-    for name, both in figures.items():
+    order = [*bare, *sorted(figures.keys() - bare.keys())]
+    for name in (name for name in order if name in figures):
+        both = figures[name]
         row: dict[str, Any] = {"client": name, "against": bare.get(name, SINGLE)}
         for direction, found in both.items():
             ground = figures[row["against"]][direction].rates
@@ -243,15 +253,20 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--only", nargs="+", help="clients whose name has one of these words")
     parser.add_argument("--redis-benchmark", default=shutil.which("redis-benchmark"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    wanted = options.only or [""]
+    named = [entry.name for entry in entries() if any(word in entry.name for word in wanted)]
+    grounds = {SINGLE} | {entry.bare for entry in entries() if entry.name in named}
+    chosen = [entry for entry in entries() if entry.name in {*named, *grounds}]
     tables = {}
     with RedisServer() as server:
         fields = {
-            mib: Field(server, mib * MIB, options.count, options.redis_benchmark)
+            mib: Field(server, mib * MIB, options.count, chosen, options.redis_benchmark)
             for mib in options.mib
         }
         for turn in range(options.rounds):

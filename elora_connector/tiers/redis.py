@@ -28,7 +28,7 @@ from elora_connector.tiers.base import (
 )
 from elora_connector.tiers.breaker import CircuitBreaker
 from elora_connector.tiers.redis_failure import ReplyError, StoreError, explain
-from elora_connector.tiers.redis_link import Link, Reply, pack
+from elora_connector.tiers.redis_link import Link, Reply, pack, pack_set_options
 from elora_connector.tiers.redis_pipeline import Guard, Pipeline, Window
 from elora_connector.tiers.redis_pool import LinkPool
 from elora_connector.tiers.redis_sentinel import endpoint_at
@@ -97,6 +97,7 @@ class RedisTier:
     ) -> None:
         self._endpoint = endpoint_at(url, username, password, ssl_ca, ssl_cert, ssl_key)
         self._ttl_s = ttl_s
+        self._set_options = pack_set_options(ttl_s)
         self._timeouts = (connect_timeout_s, operation_timeout_s)
         self._seal = Seal(checksum, mac_key)
         self._window = window
@@ -136,7 +137,7 @@ class RedisTier:
 
     def write_many(self, items: Iterable[Item]) -> Iterator[Result]:
         return self._exchange(
-            Writing(spec, payload.cast("B"), self._seal, self._ttl_s)
+            Writing(spec, payload.cast("B"), self._seal, self._set_options)
             if payload.nbytes == spec.nbytes
             else _MISFIT
             for spec, payload in items

@@ -35,15 +35,26 @@ def pack(*args: str | bytes | int) -> bytes:
     return b"".join(parts)
 
 
+def pack_set_options(ttl_s: int | None) -> bytes:
+    """What follows the value in `pack_set`: only if the key is not there, and the TTL."""
+    options: list[str | int] = ["NX"] if ttl_s is None else ["NX", "EX", ttl_s]
+    return b"\r\n" + pack(*options).split(b"\r\n", 1)[1]
+
+
 def pack_set(
-    key: str, header: bytes, payload: memoryview, options: Sequence[str | int]
+    key: str, header: bytes, payload: memoryview, options: bytes
 ) -> list[bytes | memoryview]:
     """SET as pieces to send in turn, so that the payload is never copied."""
     name = key.encode("utf-8", "surrogatepass")
-    tail = pack(*options).split(b"\r\n", 1)[1]
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(options), len(name), name)
     size = len(header) + payload.nbytes
-    return [b"%b$%d\r\n%b" % (head, size, header), payload, b"\r\n" + tail]
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+        3 + options.count(b"$"),
+        len(name),
+        name,
+        size,
+        header,
+    )
+    return [head, payload, options]
 
 
 class Link:
@@ -57,7 +68,8 @@ class Link:
     def __init__(self, sock: Any, deadline: float) -> None:
         self._sock = sock
         self._wire = wire_for(sock, deadline)
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._buffer = bytearray(_SCRATCH_BYTES)
+        self._scratch = memoryview(self._buffer)
         self._start = 0
         self._end = 0
         self._owed = 0
@@ -212,16 +224,16 @@ class Link:
         return reply
 
     def _line(self) -> bytes:
-        line = bytearray()
+        line = b""
         while True:
-            chunk = bytes(self._scratch[self._start : self._end])
-            head, newline, _ = chunk.partition(b"\n")
-            line += head
-            self._start += len(head) + len(newline)
-            if newline:
-                return bytes(line).rstrip(b"\r")
+            end = self._buffer.find(b"\n", self._start, self._end)
+            stop = self._end if end < 0 else end + 1
+            line += self._scratch[self._start : stop]
+            self._start = stop
+            if end >= 0:
+                return line.rstrip(b"\r\n")
             if len(line) > _SCRATCH_BYTES or line[:1] == bytes([TLS_ALERT]):
-                raise not_redis(bytes(line))
+                raise not_redis(line)
             self._refill()
 
     def _refill(self) -> None:

@@ -80,18 +80,17 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """SET of a key that does not exist, with `ttl_s` where there is one."""
+    """SET of a key that does not exist; `options` from `pack_set_options`."""
 
     spec: ValueSpec
     payload: memoryview
     seal: Seal
-    ttl_s: int | None
+    options: bytes
 
     def send(self, link: Link) -> None:
         seal = self.seal
         header = encode_header(self.spec, self.payload, seal.mac_key, checksum=seal.checksum)
-        options: list[str | int] = ["NX"] if self.ttl_s is None else ["NX", "EX", self.ttl_s]
-        link.send(pack_set(self.spec.key, header, self.payload, options))
+        link.send(pack_set(self.spec.key, header, self.payload, self.options))
 
     def receive(self, link: Link) -> Result:
         if link.reply() is None:
