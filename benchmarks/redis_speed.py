@@ -49,7 +49,8 @@ from tests.support.redis_server import RedisServer  # noqa: E402
 
 MIB = 1 << 20
 SLOT_BYTES = 128 * MIB
-WINDOW = 4
+WINDOW, WINDOW_BYTES = 4, 4 * MIB
+"""As ours: one value of more than 4 MiB is on its way at a time."""
 MAC_KEY = bytes(32)
 DIRECTIONS = ("put", "get")
 
@@ -89,8 +90,8 @@ def entries() -> list[Entry]:
     def single(port: int, _: int) -> Peer:
         return BareSocket(port)
 
-    def pipelined(port: int, _: int) -> Peer:
-        return BareSocket(port, WINDOW)
+    def pipelined(port: int, nbytes: int) -> Peer:
+        return BareSocket(port, max(1, min(WINDOW, WINDOW_BYTES // nbytes)))
 
     checked = {"checksum": True}
     signed = {"checksum": True, "mac_key": MAC_KEY}

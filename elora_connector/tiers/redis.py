@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 _LOG_INTERVAL_S: Final = 60.0
 _MINUTE_S: Final = 60.0
-_WINDOW: Final = Window(count=4, nbytes=16 * 1024 * 1024)
+_WINDOW: Final = Window(count=4, nbytes=4 * 1024 * 1024)
+"""More does not move more, and large replies side by side push each other out of the caches."""
 _MISFIT: Final = Result(Outcome.BAD, "length")
 """The buffer is not of the size that the value has."""
 
