@@ -64,17 +64,20 @@ class HostRoom:
         budget: bytes of one rank for chunks and adapter weights together.
 
     Attributes:
-        policy: what chunks and adapters are worth.
         adapters: whose memory may go to KV.
     """
 
     def __init__(self, tree: DependencyTree, chunks: VictimQueue, budget: int) -> None:
         self.budget = budget
         self.adapters: SpareAdapters = NoAdapters()
-        self.policy = chunks.policy
         self._tree = tree
         self._chunks = chunks
         self._scores = Scores(tree, chunks.policy, Tier.HOST)
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """What chunks are worth."""
+        return self._chunks.policy
 
     @property
     def free(self) -> int:

@@ -77,7 +77,7 @@ def favour(rig: Rig, first: int, worth: float) -> None:
     """Score of all chunks stored after the `first` oldest ones."""
     policy = rig.side.manager.policy
     if not isinstance(policy, Favour):
-        policy = rig.side.manager._room.policy = Favour({})
+        policy = rig.side.manager._room._chunks.policy = Favour({})
     for node in list(rig.side.manager.tree.chunks)[first:]:
         policy.worth.setdefault(id(node), worth)
 
