@@ -56,10 +56,12 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class AdapterParts:
-    """The ledger, and its adapters as nodes of the tree."""
+    """The ledger, its adapters as nodes of the tree, and the budget they share with KV."""
 
     ledger: AdapterLedger
     nodes: AdapterNodes
+    room: HostRoom
+    scoring: Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,11 @@ def assemble_adapters(
     """Ledger and nodes, joined with each other and with the host budget."""
     ledger = AdapterLedger(lora.slots, lora.host_capacity, level)
     nodes = AdapterNodes(manager.tree, scoring.exchange)
-    nodes.make_bytes = manager.make_bytes
+    nodes.make_bytes, nodes.free_bytes = manager.make_bytes, lambda: room.free
     ledger.places.listener = nodes
     ledger.places.chooser = nodes
     room.adapters = LedgerAdapters(ledger, nodes)
-    return AdapterParts(ledger, nodes)
+    return AdapterParts(ledger, nodes, room, scoring)
 
 
 def assemble_tree(config: EloraConfig, chunk_bytes: int) -> DependencyTree:

@@ -59,6 +59,19 @@ METRICS: tuple[Metric, ...] = (
     _counter("swap_bytes", "Bytes moved over all ranks", "direction", "tier", "kind"),
     _counter("victims_ordered", "Cached GPU blocks put in front of vLLM's free list"),
     _counter("adapter_loads", "Adapter orders finished by one rank", "outcome"),
+    _counter("adapter_swap_ins", "Orders to bring an adapter into a tier", "tier"),
+    _counter("adapter_prefetches", "Those of them that nobody waited for", "tier"),
+    _counter("adapter_prefetches_used", "Prefetched adapters that were asked for while there"),
+    _counter("swap_bytes", "Bytes that entered or left a tier", "direction", "tier", "kind"),
+    _counter(
+        "lora_demand_seconds",
+        "Time with (met) or without (short) 0.95 of the adapters that batches need on the GPU",
+        "state",
+    ),
+    _counter("adapter_reads", "Adapters read from their files by one rank"),
+    _counter(
+        "adapter_rechecks", "Second looks at the files of a loaded adapter by one rank", "outcome"
+    ),
     _counter("adapter_load_seconds", "Seconds spent loading adapters by one rank"),
     _counter("load_failures", "Loads into the GPU that failed and were recomputed"),
     _counter("stale_reports", "Worker reports about unknown jobs, ignored"),
@@ -66,6 +79,10 @@ METRICS: tuple[Metric, ...] = (
     _gauge("host_chunks", "Chunks resident in the host tier"),
     _gauge("host_capacity_chunks", "Slots of the host tier"),
     _gauge("resident_adapters", "Adapters with resident weights", "tier"),
+    _gauge("lora_now", "Adapters in GPU slots (NowLoRA)"),
+    _gauge("lora_low", "Adapters that the batches of the last seconds need (Low_lora)"),
+    _gauge("utilisation", "Used share of the host budget, and of GPU slots", "tier", "kind"),
+    _gauge("eval", "Quantiles of the policy's score over adapters and leaves", "tier", "quantile"),
     _gauge("dormant_blocks", "Free GPU blocks with KV of adapters that are in no GPU slot"),
     _gauge(
         "invalid_kv_ratio",

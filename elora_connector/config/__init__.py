@@ -8,6 +8,7 @@ it with the machine.  Nothing here imports torch, vLLM or a Redis client.
 from __future__ import annotations
 
 from elora_connector.config.checks import (
+    adapter_budget,
     available_memory_bytes,
     budget_line,
     check_chunk_size,
@@ -30,6 +31,7 @@ __all__ = [
     "LoadOrRecomputeConfig",
     "RemoteConfig",
     "Setting",
+    "adapter_budget",
     "available_memory_bytes",
     "budget_line",
     "check_chunk_size",

@@ -57,6 +57,34 @@ def memory_budget(config: EloraConfig, ranks: int, free_bytes: int) -> int:
     )
 
 
+def adapter_budget(
+    config: EloraConfig, slots: int, host_capacity: int | None, adapter_bytes: int
+) -> list[str]:
+    """What to tell the user about adapters that may not fit into the host budget.
+
+    Args:
+        slots: `--max-loras`; so many adapters are kept in host memory in any case.
+        host_capacity: `--max-cpu-loras`, or None where it was not set.
+        adapter_bytes: of one adapter of the highest rank allowed (smaller ones take less).
+    """
+    budget, size = config.host_bytes, f"{adapter_bytes / GB:.3f} GB"
+    room = f"max_local_cpu_size = {config.max_local_cpu_size:g} GB"
+    told = []
+    if slots * adapter_bytes > budget:
+        told.append(
+            f"{room} is less than the adapters of all GPU slots may take: --max-loras {slots} x "
+            f"up to {size} (--max-lora-rank) = {slots * adapter_bytes / GB:.3f} GB on each rank. "
+            "They are kept nevertheless, and no KV may fit into host memory beside them; raise "
+            "max_local_cpu_size, or lower --max-loras or --max-lora-rank"
+        )
+    elif host_capacity is not None and host_capacity * adapter_bytes > budget:
+        told.append(
+            f"{room} holds {budget // adapter_bytes} adapters of {size}, so that "
+            f"--max-cpu-loras {host_capacity} may not be reached: it is an upper bound"
+        )
+    return told
+
+
 def check_files(config: EloraConfig) -> None:
     """Raise ConfigError if a TLS file cannot be read; fail_open would hide it later."""
     for name in ("ca_file", "cert_file", "key_file"):

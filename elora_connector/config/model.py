@@ -100,6 +100,7 @@ class EloraConfig:
     shutdown_flush_s: float
     residency: str
     adapter_deadline_s: float
+    adapter_prefetch: bool
     fetch_deadline_ms: float
     model_id: str | None
     reset_remote: str

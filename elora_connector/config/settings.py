@@ -231,6 +231,12 @@ _OWN_SETTINGS = (
         "s",
     ),
     Setting(
+        "elora.adapter_prefetch",
+        Flag(),
+        True,
+        "bring adapters that are likely to be used into free GPU slots and free host memory",
+    ),
+    Setting(
         "elora.fetch_deadline_ms",
         Maybe(Number(zero=True)),
         None,

@@ -34,13 +34,14 @@ class AdapterNodes:
 
     Attributes:
         now: time of the action under way, seconds; nodes made by it are this old.
-        make_bytes: makes room in the host budget.
+        make_bytes, free_bytes: make room in the host budget; what is free of it.
         moved: bytes that entered ("in") and left ("out") each tier.
     """
 
     def __init__(self, tree: DependencyTree, policy: EvictionPolicy) -> None:
         self.now = 0.0
         self.make_bytes: MakeRoom | None = None
+        self.free_bytes: Callable[[], int] | None = None
         self.moved: Counter[tuple[str, Tier]] = Counter()
         self._tree = tree
         self._scores = Scores(tree, policy, Tier.GPU)
@@ -132,13 +133,17 @@ class AdapterNodes:
         order = sorted(range(len(known)), key=lambda k: (scores[k], self._nodes[known[k]].last_use))
         return unknown + [known[k] for k in order]
 
+    def has_room(self, lora_id: int) -> bool:
+        """Do the adapter's bytes fit beside what is there?"""
+        return self.free_bytes is None or self.free_bytes() >= self.nbytes(lora_id)
+
     def make_room(
         self, lora_id: int, leaving: Sequence[int], spare: Sequence[int], now: float
     ) -> tuple[int, ...] | None:
         """Room for an adapter's bytes, as far as they are known."""
         if self.make_bytes is None:
             return ()
-        need = self._nbytes(lora_id, self._largest) - sum(self._nbytes(i, 0) for i in leaving)
+        need = self.nbytes(lora_id) - sum(self.nbytes(i) for i in leaving)
         free_to_go = [i for i in spare if i in self._nodes and not self._nodes[i].pins]
         gone = self.make_bytes(need, [self._nodes[i] for i in free_to_go], now)
         if gone is not None:
@@ -149,12 +154,13 @@ class AdapterNodes:
             if need <= 0:
                 break
             exchanged.append(i)
-            need -= self._nbytes(i, 0)
+            need -= self.nbytes(i)
         return tuple(exchanged) if need <= 0 else None
 
-    def _nbytes(self, lora_id: int, unknown: int) -> int:
+    def nbytes(self, lora_id: int) -> int:
+        """Size of the weights; as large as the largest known ones where nothing is known."""
         node = self._nodes.get(lora_id)
-        return unknown if node is None else node.nbytes
+        return self._largest if node is None else node.nbytes
 
 
 class LedgerAdapters:

@@ -101,6 +101,10 @@ class VictimChooser(Protocol):
         """Those that may go, the least valuable first; a subset of `lora_ids`."""
         ...
 
+    def has_room(self, lora_id: int) -> bool:
+        """Does the host budget hold `lora_id` besides what is there?"""
+        ...
+
     def make_room(
         self, lora_id: int, leaving: Sequence[int], spare: Sequence[int], now: float
     ) -> tuple[int, ...] | None:
@@ -123,6 +127,9 @@ class LeastRecentlyUsed:
 
     def rank(self, lora_ids: Sequence[int], now: float) -> list[int]:
         return list(lora_ids)
+
+    def has_room(self, lora_id: int) -> bool:
+        return True
 
     def make_room(
         self, lora_id: int, leaving: Sequence[int], spare: Sequence[int], now: float

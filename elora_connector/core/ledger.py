@@ -210,7 +210,7 @@ class AdapterLedger:
             return Gate.NAME_BUSY
         crowd = taken | self.places.pinned
         if lora_id not in crowd and len(crowd) >= self.slots:
-            self.settle_in(lora_id, now)
+            self.settle_in(lora_id)
             return Gate.NO_SLOT
         if not entry.users:
             self._holds.setdefault(lora_id, _Hold(request_id, now))
@@ -253,13 +253,13 @@ class AdapterLedger:
 
     # ---- spare places ----------------------------------------------------------
 
-    def settle_in(self, lora_id: int, now: float) -> bool:
+    def settle_in(self, lora_id: int) -> bool:
         """Give weights that were read a free host place, at nobody's expense."""
         entry = self.places[lora_id]
         order = entry.order
-        if order is None or not order.read or order.granted or not self.places.free_host:
+        if order is None or not order.read or order.granted:
             return False
-        if self.places.chooser.make_room(lora_id, (), (), now) is None:
+        if not (self.places.free_host and self.places.chooser.has_room(lora_id)):
             return False
         self._grant(entry, order, activate=False)
         return True

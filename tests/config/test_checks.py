@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elora_connector.config import (
+    adapter_budget,
     available_memory_bytes,
     budget_line,
     check_chunk_size,
@@ -165,3 +166,15 @@ def test_nothing_left_is_zero(tmp_path: Path) -> None:
         {"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "2000"},
     )
     assert available_memory_bytes(tmp_path) == 0
+
+
+def test_adapters_that_may_not_fit_are_explained() -> None:
+    config = load_config({}, {"lmcache.max_local_cpu_size": 1.0})
+    fits = (GB // 8, GB // 4)
+    assert [adapter_budget(config, 4, None, size) for size in fits] == [[], []]
+    assert adapter_budget(config, 4, 8, GB // 8) == []
+    (line,) = adapter_budget(config, 4, 10, GB // 8)
+    assert "max_local_cpu_size = 1 GB holds 8 adapters of 0.125 GB" in line
+    assert "--max-cpu-loras 10 may not be reached" in line
+    (line,) = adapter_budget(config, 5, 10, GB // 4)
+    assert "--max-loras 5 x up to 0.250 GB (--max-lora-rank) = 1.250 GB on each rank" in line

@@ -831,7 +831,7 @@ def test_a_manager_without_what_we_read_is_refused() -> None:
     assert "_active_adapters" not in str(caught.value)
 
 
-# Default flags: one slot, one place in host memory
+# One slot, one place in host memory
 
 
 @pytest.fixture(scope="module")
@@ -840,7 +840,7 @@ def small(llm: Any, oracle: Any) -> None:
 
 
 def test_one_slot_and_one_host_place(tiny: TinyModel, oracle: dict[str, tuple[int, ...]]) -> None:
-    with engine(tiny.model, max_loras=1, max_cpu_loras=None) as llm:
+    with engine(tiny.model, max_loras=1, max_cpu_loras=1) as llm:
         agent = AdapterAgent.attach()
         assert agent is not None
         names = list(tiny.adapters)

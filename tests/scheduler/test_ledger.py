@@ -354,7 +354,7 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(lora_id=st.integers(1, 5))
     def spare_places(self, lora_id: int) -> None:
         if self.ledger.places.get(lora_id) is not None:
-            self.ledger.settle_in(lora_id, self.now)
+            self.ledger.settle_in(lora_id)
             self.ledger.move_in(lora_id)
 
     @rule(lora_id=st.integers(1, 5))

@@ -85,6 +85,9 @@ class RigLoader:
         stamp(model, info)
         return model
 
+    def take_counts(self) -> dict[str, int]:
+        return {}
+
     def recheck(self, request: Any, info: LoadInfo, verify: Verify) -> LoadInfo | None:
         if digest_of(self._disk.read(request.lora_path)) != info.digest:
             return None

@@ -87,7 +87,7 @@ def _model() -> Path:
 
 
 @lru_cache(maxsize=32)
-def engine_config(max_loras: int, max_cpu_loras: int, seqs: int, tokens: int) -> Any:
+def engine_config(max_loras: int, max_cpu_loras: int | None, seqs: int, tokens: int) -> Any:
     return EngineArgs(
         model=str(_model()),
         enable_lora=True,

@@ -28,6 +28,7 @@ from elora_connector.core.invariants import check_tree
 from elora_connector.core.node import NodeKind
 from elora_connector.core.types import Rank, Tier
 from elora_connector.integration.vllm import build, worker_side
+from elora_connector.integration.vllm.host_loras import UNBOUND, is_bounded
 from elora_connector.metrics import Recorder
 from tests.support.faulty_tier import FaultyTier
 from tests.support.rig_adapters import Disk, RigAdapters, fulfil
@@ -130,7 +131,7 @@ class Rig:
         settings: Mapping[str, Any] | None = None,
         *,
         max_loras: int = 2,
-        max_cpu_loras: int = 3,
+        max_cpu_loras: int | None = 3,
         num_blocks: int = 64,
         prefix_caching: bool = True,
         seed: int = 0,
@@ -222,7 +223,7 @@ class Rig:
         lora = self._config.lora_config
         adapters = RigAdapters(
             lora.max_loras,
-            lora.max_cpu_loras,
+            lora.max_cpu_loras if is_bounded(lora) else UNBOUND,
             self.disk,
             events,
             self.delays,
@@ -479,7 +480,8 @@ class Rig:
         assert len(ledger.taken()) <= ledger.slots
         in_slot, in_host = ledger.counts()
         assert in_slot <= ledger.slots, f"{in_slot} adapters in {ledger.slots} slots"
-        assert in_host <= ledger.host_capacity, f"{in_host} adapters of {ledger.host_capacity}"
+        most = ledger.host_capacity
+        assert most is None or in_host <= most, f"{in_host} adapters of {most}"
 
     def total(self, name: str, *labels: str) -> float:
         """A counter of the scheduler side."""

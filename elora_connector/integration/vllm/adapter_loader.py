@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,18 @@ class AdapterLoader:
         self._target_modules = tuple(target_modules)
         self._digests = DigestCache()
         self._next_seq = itertools.count(1)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Since the last call: "read", and "unchanged" or "changed" of second looks."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def _count(self, event: str) -> None:
+        with self._lock:
+            self._counts[event] += 1
 
     def load(self, request: LoRARequest, *, hash_again: bool) -> Any:
         """Read one adapter and stamp the model.
@@ -118,6 +132,7 @@ class AdapterLoader:
         if getattr(request, "tensorizer_config_dict", None):
             raise ValueError("adapters in tensorizer format have no identity and are refused")
         for _ in range(ATTEMPTS):
+            self._count("read")
             model = self._attempt(request, hash_again)
             if model is not None:
                 return model
@@ -132,6 +147,11 @@ class AdapterLoader:
         Raises:
             OSError: the files are gone or cannot be read.
         """
+        found = self._recheck(request, info, verify)
+        self._count("changed" if found is None else "unchanged")
+        return found
+
+    def _recheck(self, request: LoRARequest, info: LoadInfo, verify: Verify) -> LoadInfo | None:
         path, stat = self._stat(request)
         settled = is_settled(stat, time.time_ns())
         same_source = info.source == request_source(request)

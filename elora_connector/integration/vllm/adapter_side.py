@@ -15,6 +15,8 @@ from typing import Any
 from elora_connector.assembly import AdapterParts
 from elora_connector.core.adapter_nodes import check_nodes
 from elora_connector.core.types import BASE, Identity
+from elora_connector.integration.vllm.adapter_stats import AdapterStats
+from elora_connector.integration.vllm.adapters_ahead import AdaptersAhead
 from elora_connector.integration.vllm.block_pool import PoolView, disguise
 from elora_connector.integration.vllm.compat import CLIENT_ERROR, SERVER_BUSY
 from elora_connector.integration.vllm.gate import AdapterGate, Passage
@@ -33,6 +35,7 @@ class AdapterSide:
         trackers: all live requests, kept by the scheduler side.
         ranks: workers that report.
         deadline_s: longest wait of a request for its adapter.
+        ahead: bring adapters closer ahead of need.
 
     Attributes:
         pool: vLLM's block pool, once it is bound.
@@ -47,6 +50,7 @@ class AdapterSide:
         *,
         ranks: int,
         deadline_s: float,
+        ahead: bool,
     ) -> None:
         self.ledger = ledger = parts.ledger
         self.nodes = parts.nodes
@@ -55,6 +59,16 @@ class AdapterSide:
         self._trackers = trackers
         self._recorder = recorder
         self._gate = AdapterGate(ledger, ranks, deadline_s, self._count_deferral)
+        self._stats = AdapterStats(parts, manager.tree, recorder)
+        self._ahead: AdaptersAhead | None = None
+        if ahead:
+            self._ahead = AdaptersAhead(
+                parts,
+                recorder,
+                known=self._gate.can_load,
+                waits=self._anybody_waits,
+                patience_s=deadline_s,
+            )
         self._tainted: set[RequestTracker] = set()
         self._lifted: set[RequestTracker] = set()
         self._failed: dict[str, str] = {}
@@ -66,6 +80,8 @@ class AdapterSide:
         """Start loading the request's adapter, or looking at its files, at once."""
         self.nodes.now = now
         if tracker.lora_id is not None:
+            if self._ahead is not None:
+                self._ahead.used(tracker.lora_id)
             self._gate.arrived(tracker)
 
     def identity(self, tracker: RequestTracker) -> Identity | None:
@@ -165,8 +181,12 @@ class AdapterSide:
     def fill(self, step: StepMetadata, now: float) -> None:
         """Orders for the workers; then what must be done in every step."""
         self.nodes.now = now
+        if self._ahead is not None:
+            self._ahead.step(now)
+        self._stats.step(now)
         step.orders = self._gate.take_orders(self._live_ids)
         step.grants = tuple(self.ledger.take_grants())
+        self._stats.shipped(step.orders, step.grants)
         step.cancelled = tuple(self.ledger.take_cancelled())
         step.rpcs = self.ledger.rpcs
         step.protected = frozenset(self.ledger.taken())
@@ -202,9 +222,14 @@ class AdapterSide:
         """
         if isinstance(target, int):
             self._gate.rpc(None, target)
+            if self._ahead is not None:
+                self._ahead.removed(target)
         else:
             self._gate.rpc(target, target.lora_int_id)
         return frozenset(self.ledger.taken())
+
+    def _anybody_waits(self) -> bool:
+        return any(t.lora_id is not None and not t.admitted for t in self._trackers.values())
 
     def _live_ids(self) -> set[int]:
         return {t.lora_id for t in self._trackers.values() if t.lora_id is not None}

@@ -9,7 +9,7 @@ forward, because vLLM computes logits with the slots of that batch afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -165,10 +165,19 @@ class AdapterAgent:
             return replace(report, changed=True)
         return report
 
+    def take_counts(self) -> Mapping[str, int]:
+        """See `AdapterLoader.take_counts`."""
+        return self._loader.take_counts()
+
     def load_seq(self, lora_id: int) -> int | None:
         """Number of the load whose weights are registered under an id."""
         info = self._info(lora_id)
         return None if info is None else info.load_seq
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one GPU slot on this rank."""
+        return self._caches.slot_bytes
 
     @property
     def batch_ids(self) -> frozenset[int]:

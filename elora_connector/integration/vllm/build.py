@@ -11,6 +11,7 @@ from typing import Any
 from elora_connector.assembly import LoraLimits, assemble_scheduler, host_slots, remote_tier
 from elora_connector.config import (
     EloraConfig,
+    adapter_budget,
     available_memory_bytes,
     budget_line,
     check_chunk_size,
@@ -24,6 +25,7 @@ from elora_connector.errors import UnsupportedError
 from elora_connector.integration.vllm import compat
 from elora_connector.integration.vllm.adapters import AdapterAgent
 from elora_connector.integration.vllm.geometry import Geometry
+from elora_connector.integration.vllm.host_loras import is_bounded
 from elora_connector.integration.vllm.namespace import (
     compute_namespace,
     explicit_weights,
@@ -63,7 +65,9 @@ def build_scheduler_side(vllm_config: Any, kv_cache_config: Any) -> SchedulerSid
             remote = remote_tier(config, recorder)
     ranks = all_ranks(vllm_config.parallel_config)
     lora = vllm_config.lora_config
-    limits = None if lora is None else LoraLimits(lora.max_loras, lora.max_cpu_loras)
+    limits = None
+    if lora is not None:
+        limits = LoraLimits(lora.max_loras, lora.max_cpu_loras if is_bounded(lora) else None)
     parts = assemble_scheduler(config, geometry.chunk_bytes, ranks, limits, remote, recorder)
     transfer = vllm_config.kv_transfer_config
     known = weights or os.urandom(32)
@@ -92,9 +96,18 @@ def build_worker_side(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
         rank_of(vllm_config.parallel_config),
         dtype=kv_dtype(vllm_config),
         remote=remote_tier(config, recorder) if shared else None,
-        agent=AdapterAgent.attach() if vllm_config.lora_config is not None else None,
+        agent=None if vllm_config.lora_config is None else _agent(config, vllm_config.lora_config),
         recorder=recorder,
     )
+
+
+def _agent(config: EloraConfig, lora: Any) -> AdapterAgent | None:
+    agent = AdapterAgent.attach()
+    if agent is not None:
+        most = lora.max_cpu_loras if is_bounded(lora) else None
+        for line in adapter_budget(config, lora.max_loras, most, agent.slot_bytes):
+            logger.warning("%s", line)
+    return agent
 
 
 def geometry_of(config: EloraConfig, vllm_config: Any, kv_cache_config: Any) -> Geometry:

@@ -32,6 +32,7 @@ _OPS = "vllm.lora.ops.torch_ops.lora_ops"
 _ENGINE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _OUTPUT = "vllm.v1.engine.output_processor"
+_ARGS = "vllm.engine.arg_utils"
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
@@ -136,7 +137,7 @@ TABLE: tuple[Use, ...] = (
         "called",
         ("self", "adapter_id"),
     ),
-    Use(_MODELS, "LoRAModelManager.capacity", "size of the host cache", "read"),
+    Use(_MODELS, "LoRAModelManager.capacity", "size of the host cache", "overridden"),
     Use(_MODELS, "LoRAModelManager.lora_slots", "number of GPU slots", "read"),
     Use(_MODELS, "LoRAModelManager._registered_adapters", "the host cache", "read", live=True),
     Use(_MODELS, "LoRAModelManager._active_adapters", "the GPU slots", "read", live=True),
@@ -371,6 +372,13 @@ TABLE: tuple[Use, ...] = (
         "called",
         ("output",),
     ),
+    Use(
+        _ARGS,
+        "EngineArgs.create_engine_config",
+        "know whether max_cpu_loras was set",
+        "wrapped",
+        ("self",),
+    ),
     Use(_OUTPUT, "EMPTY_CPU_TENSOR", "fail a pooling request", "read"),
     Use(
         _FACTORY,
@@ -410,10 +418,11 @@ def install() -> None:
     check_version()
     check_table()
     # Only now: importing the hooks of a vLLM that does not fit would fail obscurely.
-    from elora_connector.integration.vllm import engine_hooks, lora_hooks
+    from elora_connector.integration.vllm import engine_hooks, host_loras, lora_hooks
 
     lora_hooks.install()
     engine_hooks.install()
+    host_loras.install()
     _installed = True
 
 

@@ -76,6 +76,10 @@ class AdapterGate:
 
     # ---- requests ---------------------------------------------------------------
 
+    def can_load(self, lora_id: int) -> bool:
+        """Was a request for this id ever seen, so that it is known where its files are?"""
+        return lora_id in self._requests
+
     def arrived(self, tracker: RequestTracker) -> None:
         """A LoRA request came in: start reading, and looking at changed files, at once."""
         lora = tracker.request.lora_request

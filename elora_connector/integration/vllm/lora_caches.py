@@ -37,6 +37,25 @@ class LoraCaches:
         """Adapters the host cache can hold."""
         return int(self._manager.capacity)
 
+    def resize(self) -> None:
+        """Let vLLM's host cache hold `capacity` adapters, the least recent ones leaving."""
+        hosted = self._manager._registered_adapters
+        hosted._Cache__maxsize = self.capacity
+        while len(hosted) > self.capacity:
+            hosted.remove_oldest()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one GPU slot on this rank: of an adapter of the highest rank allowed."""
+        stacked = [
+            tensor
+            for module in self._manager.modules.values()
+            for name, value in vars(module).items()
+            if name.endswith("_stacked")
+            for tensor in (value if isinstance(value, tuple | list) else (value,))
+        ]
+        return sum(int(tensor.nbytes) for tensor in stacked) // self.slots
+
     @property
     def slots(self) -> int:
         """Adapters the GPU can hold."""

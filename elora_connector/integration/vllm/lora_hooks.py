@@ -23,6 +23,7 @@ from elora_connector.integration.vllm.adapter_loader import AdapterLoader
 from elora_connector.integration.vllm.adapters import LOADER_THREADS, AdapterAgent
 from elora_connector.integration.vllm.compat import check_live
 from elora_connector.integration.vllm.daemon_pool import DaemonPool
+from elora_connector.integration.vllm.host_loras import UNBOUND, is_bounded
 from elora_connector.integration.vllm.lora_caches import LoraCaches, NoRoomError
 from elora_connector.integration.vllm.patching import original_of, wrap
 
@@ -36,6 +37,12 @@ class EloraLoRAModelManager(LRUCacheLoRAModelManager):
     """vLLM's adapter caches with our choice of victim: never one that is needed."""
 
     elora_agent: AdapterAgent | None = None
+    elora_capacity: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Most adapters in the host cache; without the user's bound it is ours to govern."""
+        return int(self.elora_capacity or super().capacity)
 
     def activate_adapter(self, lora_id: int) -> bool:
         """Put an adapter into a GPU slot; raises NoRoomError if none may be freed."""
@@ -83,7 +90,11 @@ def attach_agent(kind: type[AdapterAgent]) -> AdapterAgent | None:
     models = manager._adapter_manager
     check_live(models)
     _take_over(models)
-    agent = kind(_loader_for(manager), LoraCaches(models), _pool_for(manager))
+    caches = LoraCaches(models)
+    if not is_bounded(manager.lora_config):
+        models.elora_capacity = UNBOUND
+        caches.resize()
+    agent = kind(_loader_for(manager), caches, _pool_for(manager))
     setattr(manager, _AGENT, agent)
     models.elora_agent = agent
     cpu_lora_fix.install()
@@ -94,8 +105,10 @@ def detach_agent(agent: AdapterAgent) -> None:
     """Give the manager back to vLLM's own behaviour."""
     manager = _current_manager()
     if manager is not None and agent_of(manager) is agent:
+        models = manager._adapter_manager
         setattr(manager, _AGENT, None)
-        manager._adapter_manager.elora_agent = None
+        models.elora_agent = models.elora_capacity = None
+        LoraCaches(models).resize()
 
 
 def agent_of(manager: Any) -> AdapterAgent | None:

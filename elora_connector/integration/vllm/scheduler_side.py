@@ -90,6 +90,7 @@ class SchedulerSide:
                 self.recorder,
                 ranks=parts.ranks,
                 deadline_s=config.adapter_deadline_s,
+                ahead=config.adapter_prefetch,
             )
         self._rates = parts.scoring.rates
         self._meter = Meter(parts.scoring, self._trackers)

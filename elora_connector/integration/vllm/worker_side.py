@@ -210,6 +210,11 @@ class WorkerSide:
         for result in report.results:
             self.recorder.add("adapter_loads", 1, "ok" if result.ok else "failed")
             self.recorder.add("adapter_load_seconds", result.seconds)
+        for event, count in self._agent.take_counts().items():
+            if event == "read":
+                self.recorder.add("adapter_reads", count)
+            else:
+                self.recorder.add("adapter_rechecks", count, event)
         if not report.changed and rpcs == self._reported_rpcs:
             return None
         self._reported_rpcs = rpcs
