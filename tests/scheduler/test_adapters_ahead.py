@@ -26,7 +26,9 @@ def in_host(rig: Rig) -> set[int]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_a_free_slot_gets_the_most_valuable_host_adapter(variant: Variant) -> None:
-    rig = Rig(variant, delay=1, ranks=2, max_loras=2, max_cpu_loras=4)
+    # Scores of the cost model rest on measured seconds; least recently used is exact.
+    settings = {"lmcache.cache_policy": "LRU"}
+    rig = Rig(variant, 1, 2, settings, max_loras=2, max_cpu_loras=4)
     for _ in range(3):
         serve(rig, "a", "b")
     serve(rig, "c", "d", "a", "b")
