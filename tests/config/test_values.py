@@ -49,6 +49,7 @@ BAD = [
     ("elora.shutdown_flush_s", "soon", "a number, 0 or more"),
     ("elora.residency", "disk", "one of gpu, host"),
     ("elora.dependency_rule", "maybe", "true or false"),
+    ("elora.adapter_prefetch", "maybe", "true or false"),
     ("elora.cost_model.lora_term", 2, "true or false"),
     ("elora.cost_model.cost_term", "x", "true or false"),
     ("elora.cost_model.visit_term", "x", "true or false"),
