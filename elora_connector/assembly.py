@@ -146,9 +146,14 @@ def assemble_adapters(
 def assemble_tree(config: EloraConfig, chunk_bytes: int) -> DependencyTree:
     """The tree with visits as the configured policy counts them."""
     if config.cache_policy != "ELORA":
-        return DependencyTree(chunk_bytes)  # LFU counts every visit alike
+        return DependencyTree(chunk_bytes, dependency_rule=config.dependency_rule)
     model = config.cost_model
-    return DependencyTree(chunk_bytes, model.visit_decay_s, model.visit_prior)
+    return DependencyTree(
+        chunk_bytes,
+        model.visit_decay_s,
+        model.visit_prior,
+        dependency_rule=config.dependency_rule,
+    )
 
 
 def assemble_scoring(config: EloraConfig, tree: DependencyTree) -> Scoring:

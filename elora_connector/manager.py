@@ -497,7 +497,8 @@ class Manager:
                 self._publish(late)
 
     def _roll_back(self, node: Node) -> None:
-        for child in [*self.tree.descendants(node), node]:
+        below = self.tree.descendants(node) if self.tree.dependency_rule else []
+        for child in [*below, node]:
             if not child.resident(Tier.HOST):
                 continue
             ref = SlotRef(child.slot, child.generation)

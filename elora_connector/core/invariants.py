@@ -9,7 +9,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 from elora_connector.core.leaves import next_copy
-from elora_connector.core.node import NO_SLOT, NOT_LISTED, TIERS, AdapterNode, Node, NodeKind
+from elora_connector.core.node import (
+    NO_SLOT,
+    NOT_LISTED,
+    TIERS,
+    UNLISTED,
+    AdapterNode,
+    Node,
+    NodeKind,
+)
 from elora_connector.core.tree import DependencyTree, needs_parent, needs_to_stay
 from elora_connector.core.types import Residency, Tier
 from elora_connector.errors import InvariantError
@@ -28,7 +36,7 @@ def check_tree(tree: DependencyTree, budgets: Mapping[Tier, int] | None = None) 
     nodes: list[Node] = [*tree.adapters, *tree.chunks]
     _check_shape(tree, nodes)
     for node in nodes:
-        _check_node(node)
+        _check_node(node, tree.dependency_rule)
     _check_children(tree, nodes)
     _check_tables(tree, nodes)
     _check_usage(tree, nodes, budgets or {})
@@ -50,7 +58,7 @@ def _check_shape(tree: DependencyTree, nodes: list[Node]) -> None:
         parent = node.parent
         _demand(tree.find(node.key) is node, "I1", f"{node!r} misfiled")
         _demand(
-            parent is not None and (parent.children or {}).get(node.key) is node,
+            parent is not None and parent.children.get(node.key) is node,
             "I1",
             f"{node!r} is not a child of its parent {parent!r}",
         )
@@ -64,15 +72,15 @@ def _check_shape(tree: DependencyTree, nodes: list[Node]) -> None:
     _demand(len({n.seq for n in nodes}) == len(nodes), "I1", "creation numbers repeat")
 
 
-def _check_node(node: Node) -> None:
-    used = node.pins or node.children or any(map(node.resident, TIERS))
+def _check_node(node: Node, dependency_rule: bool) -> None:
+    used = node.pins or node.has_children or any(map(node.resident, TIERS))
     _demand(
         bool(used) or isinstance(node, AdapterNode), "I6", f"{node!r} is unused and was not pruned"
     )
     _demand(node.pins >= 0, "I2", f"{node!r} has a negative pin count")
     parent = node.parent
     for tier in TIERS:
-        if parent is not None and needs_parent(node, tier):
+        if dependency_rule and parent is not None and needs_parent(node, tier):
             _demand(
                 parent.state[tier] >= node.state[tier],
                 "I1",
@@ -81,6 +89,7 @@ def _check_node(node: Node) -> None:
 
 
 def _check_children(tree: DependencyTree, nodes: list[Node]) -> None:
+    rule = tree.dependency_rule
     counts = {node: [0] * len(TIERS) for node in (tree.root, *nodes)}
     for node in nodes:
         if node.parent is None:
@@ -89,12 +98,13 @@ def _check_children(tree: DependencyTree, nodes: list[Node]) -> None:
             counts[node.parent][tier] += node.resident(tier)
     for node, expected in counts.items():
         _demand(
-            node.resident_children == expected,
+            node.resident_children == tuple(expected),
             "I3",
             f"{node!r} counts resident children {node.resident_children}, has {expected}",
         )
         for tier in TIERS:
-            orphaned = expected[tier] and node is not tree.root and needs_to_stay(node, tier)
+            stays = rule and node is not tree.root and needs_to_stay(node, tier)
+            orphaned = stays and expected[tier]
             _demand(
                 not orphaned or node.resident(tier),
                 "I1",
@@ -111,15 +121,16 @@ def _check_tables(tree: DependencyTree, nodes: list[Node]) -> None:
             _demand(not node.pins, "I2", f"{node!r} is pinned and listed in {tier.name}")
             _demand(node.ready(tier), "I2", f"{node!r} is not READY and listed in {tier.name}")
         for node in nodes:
-            leaf = node.ready(tier) and not node.pins and not node.resident_children[tier]
+            free = node.ready(tier) and not node.pins
+            leaf = free and not (tree.dependency_rule and node.resident_children[tier])
             _demand(
                 leaf == (node.rows[tier] != NOT_LISTED),
                 "I3",
                 f"{node!r} is {'' if leaf else 'no '}leaf of {tier.name}, row {node.rows[tier]}",
             )
     for node in nodes:
-        listed = sum(row != NOT_LISTED for row in node.rows)
-        _demand(node.listed == listed, "I3", f"{node!r} listed {listed} times, says {node.listed}")
+        shared = node.rows is UNLISTED or node.rows != UNLISTED
+        _demand(shared, "I3", f"{node!r} is in no table and does not say so as others do")
     for tier in TIERS:
         visits = tree.leaves[tier].visits(tree.clock.base)
         for row, visited in enumerate(visits.tolist()):

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from elora_connector.core.node import NOT_LISTED, Node, NodeKind
+from elora_connector.core.node import NOT_LISTED, Node, NodeKind, with_row
 from elora_connector.core.types import Residency, Tier
 
 FloatArray = NDArray[np.float64]
@@ -128,14 +128,18 @@ class LeafTable:
         """Nearest tier further away where the bytes are READY too, or NO_COPY."""
         return self._copy[: len(self.nodes)]
 
+    @property
+    def weights(self) -> FloatArray:
+        """`Node.weight`."""
+        return self._weight[: len(self.nodes)]
+
     def visits(self, now: float) -> FloatArray:
         """Decayed visit counts at `now` (a new array)."""
         return self._weight[: len(self.nodes)] * self._clock.scale(now)
 
     def add(self, node: Node) -> None:
         """List `node`, which must not be listed in this tier."""
-        node.rows[self.tier] = self._append(node)
-        node.listed += 1
+        node.rows = with_row(node.rows, self.tier, self._append(node))
         self.changes += 1
 
     def remove(self, node: Node) -> None:
@@ -144,12 +148,11 @@ class LeafTable:
         moved = self.nodes.pop()
         if moved is not node:
             self.nodes[row] = moved
-            moved.rows[self.tier] = row
+            moved.rows = with_row(moved.rows, self.tier, row)
             last = len(self.nodes)
             for column in self._columns():
                 column[row] = column[last]
-        node.rows[self.tier] = NOT_LISTED
-        node.listed -= 1
+        node.rows = with_row(node.rows, self.tier, NOT_LISTED)
         self.changes += 1
 
     def update(self, node: Node) -> None:
@@ -175,8 +178,7 @@ class LeafTable:
     def clear(self) -> None:
         """Unlist every node."""
         for node in self.nodes:
-            node.rows[self.tier] = NOT_LISTED
-            node.listed -= 1
+            node.rows = with_row(node.rows, self.tier, NOT_LISTED)
         self.nodes.clear()
         self.changes += 1
 

@@ -15,7 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from elora_connector.core.leaves import LeafTable, VisitClock
-from elora_connector.core.node import NO_SLOT, TIERS, AdapterNode, Node, NodeKind
+from elora_connector.core.node import (
+    NO_CHILDREN,
+    NO_SLOT,
+    TIERS,
+    UNLISTED,
+    AdapterNode,
+    Node,
+    NodeKind,
+    with_count,
+    with_state,
+)
 from elora_connector.core.types import BASE, ChunkKey, Identity, Residency, Tier
 from elora_connector.errors import InvariantError
 
@@ -37,6 +47,9 @@ class DependencyTree:
         visit_decay_s: time constant of the decayed visit counts; inf counts visits.
         visit_prior: visits that a new node is taken to have had, though never more than
             its parent had.
+        dependency_rule: false is for experiments: any READY node may leave a tier, also
+            below or above others.  A chunk behind a gap is then *stranded*: it keeps its
+            place but no look-up reaches it, until the gap is filled again.
     """
 
     def __init__(
@@ -44,11 +57,14 @@ class DependencyTree:
         chunk_nbytes: int = 0,
         visit_decay_s: float = math.inf,
         visit_prior: float = 0.0,
+        *,
+        dependency_rule: bool = True,
     ) -> None:
         if not visit_prior >= 0:
             raise ValueError(f"visit_prior must not be negative, got {visit_prior}")
         self.chunk_nbytes = chunk_nbytes
         self.visit_prior = visit_prior
+        self.dependency_rule = dependency_rule
         self.clock = VisitClock(visit_decay_s)
         self.adapter_changes = 0
         """Raised when an adapter came, went, or changed its residency or size."""
@@ -128,6 +144,22 @@ class DependencyTree:
             return sum(counts[tier] for counts in self._resident)
         return self._resident[kind][tier]
 
+    def stranded(self, tier: Tier) -> int:
+        """READY chunks of `tier` that no look-up reaches; linear in the tree.
+
+        None while the dependency rule holds.
+        """
+        if self.dependency_rule:
+            return 0
+        reached, stack = 0, [c for a in self._adapters.values() for c in a.each_child()]
+        while stack:
+            node = stack.pop()
+            if node.state[tier] is _READY:
+                reached += 1
+                stack.extend(node.each_child())
+        ready = sum(node.state[tier] is _READY for node in self._index.values())
+        return ready - reached
+
     def visits(self, node: Node, now: float) -> float:
         """Decayed visit count of a node."""
         return node.weight * self.clock.scale(now)
@@ -137,10 +169,9 @@ class DependencyTree:
         order: list[Node] = []
         stack = [node]
         while stack:
-            children = stack.pop().children
-            if children:
-                order.extend(children.values())
-                stack.extend(children.values())
+            below = list(stack.pop().each_child())
+            order.extend(below)
+            stack.extend(below)
         order.reverse()
         return order
 
@@ -218,9 +249,7 @@ class DependencyTree:
         # Never above the parent: Eval must not rise along a path.
         node.weight = min(self._first_weight(now), parent.weight)
         self._index[key] = node
-        if parent.children is None:
-            parent.children = {}
-        parent.children[key] = node
+        parent.adopt(node)
         return node
 
     def prune(self, node: Node) -> int:
@@ -231,8 +260,7 @@ class DependencyTree:
         count = 0
         while node.kind is _CHUNK and node.parent is not None and _unused(node):
             parent = node.parent
-            if parent.children is not None:
-                del parent.children[node.key]
+            parent.disown(node)
             del self._index[node.key]
             node.parent = None
             node = parent
@@ -246,7 +274,7 @@ class DependencyTree:
             if node.resident(tier):
                 self._used[node.kind][tier] += nbytes - node.nbytes
         node.nbytes = nbytes
-        self._facts_changed(node)
+        self._update_rows(node)
         if node.kind is not _CHUNK:
             self.adapter_changes += 1
 
@@ -254,7 +282,7 @@ class DependencyTree:
         """Drop everything.  Nodes that jobs still hold become detached."""
         for node in (*self._index.values(), *self._adapters.values()):
             node.parent = None
-            node.children = None
+            node.disown_all()
         for table in self.leaves:
             table.clear()
         self._clear()
@@ -267,8 +295,8 @@ class DependencyTree:
         """
         adapters = list(self._adapters.values())
         for adapter in adapters:
-            adapter.children = None
-            adapter.resident_children = [0] * len(TIERS)
+            adapter.disown_all()
+            adapter.resident_children = NO_CHILDREN
         staying = [adapter for adapter in adapters if _in_use(adapter)]
         self.reset()
         for adapter in staying:
@@ -279,7 +307,7 @@ class DependencyTree:
                 if adapter.resident(tier):
                     self._used[adapter.kind][tier] += adapter.nbytes
                     self._resident[adapter.kind][tier] += 1
-                    self.root.resident_children[tier] += 1
+                    self._count_child(self.root, tier, 1)
                 self._list_if_leaf(adapter, tier)
 
     # Residency
@@ -319,7 +347,7 @@ class DependencyTree:
             return
         self._require_parent(node, tier, _READY)
         if state is _PENDING:
-            node.state[tier] = _READY
+            node.state = with_state(node.state, tier, _READY)
             self._moved(node)
         elif tier is _HOST and node.kind is _CHUNK:
             raise InvariantError(f"I5: {node!r} was not prepared in HOST")
@@ -340,7 +368,7 @@ class DependencyTree:
             return
         self._require_evictable(node, tier)
         self._unlist(node, tier)
-        node.state[tier] = _ABSENT
+        node.state = with_state(node.state, tier, _ABSENT)
         self._moved(node)
         if tier is _HOST:
             node.slot = NO_SLOT
@@ -348,25 +376,29 @@ class DependencyTree:
         self._used[node.kind][tier] -= node.nbytes
         self._resident[node.kind][tier] -= 1
         parent = self._require_attached(node)
-        parent.resident_children[tier] -= 1
-        if not parent.resident_children[tier]:
-            self._list_if_leaf(parent, tier)
+        self._count_child(parent, tier, -1)
+        self._list_if_leaf(parent, tier)
         self.prune(node)
 
     def _enter(self, node: Node, tier: Tier, state: Residency) -> None:
-        node.state[tier] = state
+        node.state = with_state(node.state, tier, state)
         self._moved(node)
         self._used[node.kind][tier] += node.nbytes
         self._resident[node.kind][tier] += 1
         parent = self._require_attached(node)
-        parent.resident_children[tier] += 1
-        self._unlist(parent, tier)
+        self._count_child(parent, tier, 1)
+        if self.dependency_rule:
+            self._unlist(parent, tier)
+
+    @staticmethod
+    def _count_child(parent: Node, tier: Tier, change: int) -> None:
+        parent.resident_children = with_count(parent.resident_children, tier, change)
 
     def _moved(self, node: Node) -> None:
         """A residency changed: rows in other tiers' tables say where else the bytes are."""
         if node.kind is not _CHUNK:
             self.adapter_changes += 1
-        if node.listed:
+        if node.rows is not UNLISTED:
             self._update_rows(node)
 
     # Use
@@ -406,8 +438,7 @@ class DependencyTree:
         for node in nodes:
             node.last_use = now
             node.weight += gain
-            node.version += 1
-            if node.listed:
+            if node.rows is not UNLISTED:
                 self._update_rows(node)
 
     def _gain(self, now: float) -> float:
@@ -426,10 +457,6 @@ class DependencyTree:
         for table in self.leaves:
             table.reload_weights()
 
-    def _facts_changed(self, node: Node) -> None:
-        node.version += 1
-        self._update_rows(node)
-
     def _update_rows(self, node: Node) -> None:
         for tier in TIERS:
             if node.rows[tier] >= 0:
@@ -445,8 +472,8 @@ class DependencyTree:
         if (
             node.state[tier] is _READY
             and not node.pins
-            and not node.resident_children[tier]
             and node.rows[tier] < 0
+            and not (self.dependency_rule and node.resident_children[tier])
         ):
             self.leaves[tier].add(node)
 
@@ -463,6 +490,8 @@ class DependencyTree:
     def _require_parent(self, node: Node, tier: Tier, state: Residency) -> None:
         """I1 upwards: the parent is at least as far in this tier as the node will be."""
         parent = self._require_attached(node)
+        if not self.dependency_rule:
+            return
         if needs_parent(node, tier) and parent.state[tier] < state:
             raise InvariantError(
                 f"I1: {node!r} cannot become {state.name} in {tier.name} under {parent!r}"
@@ -470,7 +499,8 @@ class DependencyTree:
 
     def _require_evictable(self, node: Node, tier: Tier) -> None:
         """I1 downwards, and no eviction under a reader."""
-        if node.resident_children[tier] and needs_to_stay(node, tier):
+        orphans = self.dependency_rule and node.resident_children[tier]
+        if orphans and needs_to_stay(node, tier):
             raise InvariantError(f"I1: {node!r} has resident children in {tier.name}")
         if node.kind is _CHUNK and tier is _HOST and node.pins and node.state[tier] is _READY:
             raise InvariantError(f"I2: {node!r} is pinned in {tier.name}")
@@ -501,13 +531,13 @@ def needs_to_stay(node: Node, tier: Tier) -> bool:
 
 def _in_use(adapter: AdapterNode) -> bool:
     return bool(
-        adapter.children or adapter.pins or adapter.kept or any(map(adapter.resident, TIERS))
+        adapter.has_children or adapter.pins or adapter.kept or any(map(adapter.resident, TIERS))
     )
 
 
 def _unused(node: Node) -> bool:
     return (
-        not node.children
+        not node.has_children
         and not node.pins
         and node.state[_GPU] is _ABSENT
         and node.state[_HOST] is _ABSENT

@@ -22,17 +22,25 @@ from elora_connector.core.policy import EvictionPolicy
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Tier
 
-_Entry = tuple[float, int, int, Node]
-"""A candidate as it was scored: score, seq, version, node.
+_Entry = tuple[float, int, float, int, Node]
+"""A candidate as it was scored: score, seq, weight, bytes, node.
 
-Ordered by score, then by age.  An entry whose version is not the node's any more is
-stale: the node was touched or resized since.
+Ordered by score, then by age.  An entry whose weight or size is not the node's any more
+is stale: the node was touched or resized since.
 """
 
 _GROWTH: Final = 4
-_SCORED_AHEAD: Final = 32
+_RUN: Final = 32
+_RUNS: Final = 16
+"""Ancestors of how many more candidates are scored along: the fixed cost of a few vector
+operations is higher than that of a few more rows."""
 
 _nbytes_of: Callable[[Node], int] = attrgetter("nbytes")
+
+
+def _is_current(entry: _Entry) -> bool:
+    _, _, weight, nbytes, node = entry
+    return node.weight == weight and node.nbytes == nbytes
 
 
 def _one(node: Node) -> int:
@@ -102,7 +110,7 @@ class VictimQueue:
         self._cursor = 0
         # Parents whose resident children were all chosen or evicted since the refresh.
         self._parents: list[_Entry] = []
-        self._queued: dict[Node, int] = {}
+        self._queued: dict[Node, _Entry] = {}
         self._ahead: dict[Node, _Entry] = {}
         self._scratch = LeafTable(tier, tree.clock)
 
@@ -157,7 +165,7 @@ class VictimQueue:
             entry = self._next(selection)
             if entry is None:
                 break
-            node = entry[3]
+            node = entry[4]
             if node not in selection.exclude:
                 selection.take(node)
                 self._join(node.parent, selection)
@@ -165,8 +173,7 @@ class VictimQueue:
             heapq.heappush(self._parents, entry)
 
     def _is_leaf(self, entry: _Entry) -> bool:
-        _, _, version, node = entry
-        return node.rows[self.tier] >= 0 and node.version == version
+        return entry[4].rows[self.tier] >= 0 and _is_current(entry)
 
     def _next(self, selection: _Selection) -> _Entry | None:
         """The lowest scored leaf or parent that is left; None when used up."""
@@ -193,11 +200,11 @@ class VictimQueue:
     def _next_parent(self, selection: _Selection) -> _Entry | None:
         while self._parents:
             entry = self._parents[0]
-            _, _, version, node = entry
-            if node.version == version and self._would_be_leaf(node, selection):
+            node = entry[4]
+            if _is_current(entry) and self._would_be_leaf(node, selection):
                 return entry
             heapq.heappop(self._parents)
-            if self._queued.get(node) == version:
+            if self._queued.get(node) is entry:
                 del self._queued[node]
         return None
 
@@ -212,17 +219,18 @@ class VictimQueue:
     # Parents that become leaves
 
     def _join(self, parent: Node | None, selection: _Selection) -> None:
-        if parent is None or not self._wanted(parent):
+        if parent is None or not self._wanted(parent) or not self._tree.dependency_rule:
             return
         if not self._would_be_leaf(parent, selection):
             return
-        if self._queued.get(parent) == parent.version:
+        entry = self._queued.get(parent)
+        if entry is not None and _is_current(entry):
             return
         entry = self._ahead.get(parent)
-        if entry is None or entry[2] != parent.version:
+        if entry is None or not _is_current(entry):
             entry = self._score_ahead(parent)
         if entry[0] < math.inf:
-            self._queued[parent] = parent.version
+            self._queued[parent] = entry
             heapq.heappush(self._parents, entry)
 
     def _wanted(self, node: Node) -> bool:
@@ -230,17 +238,29 @@ class VictimQueue:
 
     def _score_ahead(self, parent: Node) -> _Entry:
         """Score a run of ancestors at once: a long chain is mostly evicted in one go."""
-        run: list[Node] = []
-        node: Node | None = parent
-        while node is not None and node.adapter is not None and len(run) < _SCORED_AHEAD:
-            run.append(node)
-            node = node.parent
+        run = self._run_from(parent)
+        for entry in self._leaves[self._cursor : self._cursor + _RUNS]:
+            above = entry[4].parent
+            if above is not None and above is not parent and above not in self._ahead:
+                run += self._run_from(above)
+        run = list(dict.fromkeys(run))
         self._scratch.fill(run)
         # At the time of the refresh, or the two kinds of scores could not be compared.
         scores = self.policy.scores(self._scratch, self._scored_at).tolist()
         for node, score in zip(run, scores, strict=True):
-            self._ahead[node] = (score, node.seq, node.version, node)
+            self._ahead[node] = (score, node.seq, node.weight, node.nbytes, node)
         return self._ahead[parent]
+
+    def _run_from(self, first: Node) -> list[Node]:
+        """`first` and its ancestors up to a fork, where evicting one branch frees nobody."""
+        run: list[Node] = []
+        node: Node | None = first
+        while node is not None and node.adapter is not None and len(run) < _RUN:
+            if run and node.resident_children[self.tier] > 1:
+                break
+            run.append(node)
+            node = node.parent
+        return run
 
     # Scoring
 
@@ -253,9 +273,16 @@ class VictimQueue:
             rows = _lowest(rows, scores, table.seq, k)
         rows = rows[np.lexsort((table.seq[rows], scores[rows]))]
         nodes = [table.nodes[row] for row in rows.tolist()]
-        versions = [node.version for node in nodes]
+        weights, sizes = table.weights[rows].tolist(), table.nbytes[rows].tolist()
         self._leaves = list(
-            zip(scores[rows].tolist(), table.seq[rows].tolist(), versions, nodes, strict=True)
+            zip(
+                scores[rows].tolist(),
+                table.seq[rows].tolist(),
+                weights,
+                sizes,
+                nodes,
+                strict=True,
+            )
         )
         self._cursor = 0
         self._parents.clear()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elora_connector.core.invariants import check_tree
-from elora_connector.core.node import AdapterNode, Node
+from elora_connector.core.node import AdapterNode, Node, with_count, with_row, with_state
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import ChunkKey, Identity, Residency, Tier
 from elora_connector.errors import InvariantError
@@ -57,8 +57,7 @@ def _wrong_parent(s: Scene) -> None:
 
 
 def _drop_from_children(s: Scene) -> None:
-    assert s.top.children is not None
-    s.top.children.clear()
+    s.top.disown_all()
 
 
 def _drop_from_index(s: Scene) -> None:
@@ -74,11 +73,11 @@ def _adapter_without_root(s: Scene) -> None:
 
 
 def _parent_pending(s: Scene) -> None:
-    s.top.state[HOST] = Residency.PENDING
+    s.top.state = with_state(s.top.state, HOST, Residency.PENDING)
 
 
 def _chunk_without_slot_adapter(s: Scene) -> None:
-    s.adapter.state[GPU] = Residency.ABSENT
+    s.adapter.state = with_state(s.adapter.state, GPU, Residency.ABSENT)
 
 
 def _listed_while_pinned(s: Scene) -> None:
@@ -98,7 +97,7 @@ def _listed_inner(s: Scene) -> None:
 
 
 def _listed_pending(s: Scene) -> None:
-    s.leaf.state[REMOTE] = Residency.PENDING
+    s.leaf.state = with_state(s.leaf.state, REMOTE, Residency.PENDING)
 
 
 def _stale_row(s: Scene) -> None:
@@ -106,11 +105,11 @@ def _stale_row(s: Scene) -> None:
 
 
 def _wrong_row(s: Scene) -> None:
-    s.leaf.rows[HOST] = 5
+    s.leaf.rows = with_row(s.leaf.rows, HOST, 5)
 
 
 def _wrong_listed(s: Scene) -> None:
-    s.leaf.listed = 1
+    s.other.rows = tuple(row for row in s.other.rows)  # type: ignore[assignment]  # equal, not shared
 
 
 def _detached_row(s: Scene) -> None:
@@ -118,11 +117,11 @@ def _detached_row(s: Scene) -> None:
 
 
 def _wrong_count(s: Scene) -> None:
-    s.top.resident_children[HOST] = 2
+    s.top.resident_children = with_count(s.top.resident_children, HOST, 1)
 
 
 def _wrong_root_count(s: Scene) -> None:
-    s.tree.root.resident_children[GPU] = 0
+    s.tree.root.resident_children = with_count(s.tree.root.resident_children, GPU, -1)
 
 
 def _wrong_bytes(s: Scene) -> None:

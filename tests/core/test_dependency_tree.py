@@ -598,7 +598,7 @@ class TreeMachine(RuleBasedStateMachine):
         for path, known in nodes.items():
             node = self.node(path)
             facts = (node.state, node.pins, node.nbytes, node.last_use, node.weight)
-            expected = ([known.state[t] for t in TIERS], known.pins, known.nbytes)
+            expected = (tuple(known.state[t] for t in TIERS), known.pins, known.nbytes)
             assert facts == (*expected, known.last, known.visits)
             assert (node.slot != NO_SLOT) == (len(path) > 1 and known.state[HOST] is not ABSENT)
         for tier in TIERS:

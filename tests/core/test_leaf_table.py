@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elora_connector.core.leaves import LeafTable, VisitClock
-from elora_connector.core.node import NOT_LISTED, AdapterNode, Node
+from elora_connector.core.node import NOT_LISTED, UNLISTED, AdapterNode, Node
 from elora_connector.core.policy import policy_named
 from elora_connector.core.types import ChunkKey, Identity, Tier
 
@@ -46,11 +46,11 @@ def test_rows_stay_dense_and_linked(removals: list[int], size: int) -> None:
         gone = expected.pop(number % len(expected))
         table.remove(gone)
         assert gone.rows[Tier.HOST] == NOT_LISTED
-        assert gone.listed == 0
+
     assert len(table) == len(expected)
     assert set(table.nodes) == set(expected)
     for row, node in enumerate(table.nodes):
-        assert node.rows == [NOT_LISTED, row, NOT_LISTED]
+        assert node.rows == (NOT_LISTED, row, NOT_LISTED)
         assert (table.last[row], table.nbytes[row]) == (node.last_use, node.nbytes)
         assert (table.seq[row], table.adapter[row]) == (node.seq, node.seq % 3)
         assert table.visits(0.0)[row] == node.weight
@@ -77,8 +77,7 @@ def test_scratch_tables_do_not_link() -> None:
     table.fill([node])
     table.fill([chunk(3), node])
     assert table.seq.tolist() == [3, 4]
-    assert node.rows == [NOT_LISTED] * 3
-    assert node.listed == 0
+    assert node.rows is UNLISTED
 
 
 def test_clear_unlists() -> None:
@@ -87,7 +86,7 @@ def test_clear_unlists() -> None:
     table.add(node)
     table.clear()
     assert len(table) == 0
-    assert (node.rows[Tier.HOST], node.listed) == (NOT_LISTED, 0)
+    assert node.rows is UNLISTED
 
 
 def test_views_survive_growth() -> None:

@@ -115,7 +115,7 @@ def greedy(
             and node not in exclude
             and kind in (None, node.kind)
             and scores[node] < math.inf
-            and all(c in chosen or not c.resident(HOST) for c in (node.children or {}).values())
+            and all(c in chosen or not c.resident(HOST) for c in node.children.values())
         ]
         if not leaves:
             return []
