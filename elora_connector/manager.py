@@ -200,7 +200,8 @@ class Manager:
                     job = self._open(JobKind.STORE, identity, items, request_id)
                     return StorePlan(job, len(keys), dropped=len(keys) - index)
                 put = put_from is not None and index >= put_from and self._may_put()
-                items.append(self._reserve(index, node or self.tree.add(parent, key, now), put))
+                # Looked up or made only now: making room may have pruned it.
+                items.append(self._reserve(index, self.tree.add(parent, key, now), put))
                 node = items[-1].node
             parent = node
         return StorePlan(self._open(JobKind.STORE, identity, items, request_id), len(keys))
@@ -232,7 +233,7 @@ class Manager:
                 break  # on its way from a GPU: a plain miss for now
             if len(self._wait_pins) >= self._pin_limit or not self._make_room(1, parent, now):
                 break
-            item = self._reserve(index, node or self.tree.add(parent, keys[index], now), put=False)
+            item = self._reserve(index, self.tree.add(parent, keys[index], now), put=False)
             self.tree.set_ready(item.node, Tier.REMOTE)
             self._hold(request_id, item.node)
             items.append(item)

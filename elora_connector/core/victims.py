@@ -267,17 +267,19 @@ class VictimQueue:
     def _refresh(self, now: float, k: int) -> None:
         table = self._table
         scores = self.policy.scores(table, now)
+        # Without the rule a parent and its child may tie, and the child has to go first.
+        ages = table.seq if self._tree.dependency_rule else -table.seq
         rows = self._eligible(scores)
         self._truncated = len(rows) > k
         if self._truncated:
-            rows = _lowest(rows, scores, table.seq, k)
-        rows = rows[np.lexsort((table.seq[rows], scores[rows]))]
+            rows = _lowest(rows, scores, ages, k)
+        rows = rows[np.lexsort((ages[rows], scores[rows]))]
         nodes = [table.nodes[row] for row in rows.tolist()]
         weights, sizes = table.weights[rows].tolist(), table.nbytes[rows].tolist()
         self._leaves = list(
             zip(
                 scores[rows].tolist(),
-                table.seq[rows].tolist(),
+                ages[rows].tolist(),
                 weights,
                 sizes,
                 nodes,
