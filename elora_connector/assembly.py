@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -152,6 +153,7 @@ def assemble_tree(config: EloraConfig, chunk_bytes: int) -> DependencyTree:
         chunk_bytes,
         model.visit_decay_s,
         model.visit_prior,
+        visit_turnovers=math.inf if model.visit_turnovers is None else model.visit_turnovers,
         dependency_rule=config.dependency_rule,
     )
 

@@ -382,6 +382,9 @@ class Manager:
             self.tree.unpin(parent)
         if victims is None:
             return False
+        if victims:
+            share = len(victims) / max(1, self.tree.num_resident(Tier.HOST, NodeKind.CHUNK))
+            self.tree.clock.turned_over(share, now)
         adapters = self._evict_chunks(victims, keep=parent.adapter)
         if adapters:
             self._room.adapters.evict(adapters)

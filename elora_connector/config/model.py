@@ -59,6 +59,7 @@ class CostModelConfig:
     recency_term: bool
     tau_s: float
     visit_half_life_s: float | None
+    visit_turnovers: float | None
     visit_prior: float
     swap_out: str
 

@@ -317,6 +317,13 @@ _OWN_SETTINGS = (
         "s",
     ),
     Setting(
+        "elora.cost_model.visit_turnovers",
+        Maybe(Number()),
+        0.5,
+        "half-life of visits while memory is short, in times that the host tier's chunks are "
+        "replaced; never above `visit_half_life_s`. null: only that one",
+    ),
+    Setting(
         "elora.cost_model.visit_prior",
         Number(zero=True),
         1.0,

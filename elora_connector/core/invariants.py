@@ -132,7 +132,7 @@ def _check_tables(tree: DependencyTree, nodes: list[Node]) -> None:
         shared = node.rows is UNLISTED or node.rows != UNLISTED
         _demand(shared, "I3", f"{node!r} is in no table and does not say so as others do")
     for tier in TIERS:
-        visits = tree.leaves[tier].visits(tree.clock.base)
+        visits = tree.leaves[tier].visits(0.0)
         for row, visited in enumerate(visits.tolist()):
             _check_row(tree, tier, row, visited)
 
@@ -151,7 +151,7 @@ def _check_row(tree: DependencyTree, tier: Tier, row: int, visits: float) -> Non
     )
     facts = (
         node.last_use,
-        tree.visits(node, tree.clock.base),
+        tree.visits(node, 0.0),
         node.nbytes,
         node.seq,
         node.adapter.index if node.adapter else -1,

@@ -31,24 +31,52 @@ NO_COPY: Final = -1
 class VisitClock:
     """Exponentially decayed visit counts at the price of one addition per visit.
 
-    A visit at `now` adds exp((now - base) / decay_s) to a node's weight, and the decayed
-    count is weight x exp(-(now - base) / decay_s): the decay is one factor common to all
-    nodes.  `decay_s` = inf makes it a plain count.
+    A visit at `now` adds exp(phase(now) - base) to a node's weight, and the decayed count
+    is weight x exp(-(phase(now) - base)), where the phase grows by one every `decay_s`
+    seconds: the decay is one factor common to all nodes, so it may change its pace.
+
+    Args:
+        decay_s: time constant; inf makes it a plain count.
+        turnovers: half-life counted in times that the memory was replaced as a whole, where
+            that is shorter: what memory forgets within seconds must not be remembered by
+            counts for minutes.  Inf: `decay_s` always.
     """
 
-    __slots__ = ("base", "decay_s")
+    __slots__ = (
+        "_longest",
+        "_phase",
+        "_since",
+        "_turned",
+        "_turned_at",
+        "base",
+        "decay_s",
+        "turnovers",
+    )
 
     MAX_EXPONENT: Final = 64.0
+    MEASURED_SHARE: Final = 0.25
 
-    def __init__(self, decay_s: float = math.inf) -> None:
+    def __init__(self, decay_s: float = math.inf, turnovers: float = math.inf) -> None:
         if not decay_s > 0:
             raise ValueError(f"decay_s must be positive, got {decay_s}")
-        self.decay_s = decay_s
+        if not turnovers > 0:
+            raise ValueError(f"turnovers must be positive, got {turnovers}")
+        self.decay_s = self._longest = decay_s
+        self.turnovers = turnovers
         self.base = 0.0
+        """Phase in which one visit weighs 1."""
+        self._phase = 0.0
+        self._since = 0.0
+        self._turned = 0.0
+        self._turned_at: float | None = None
+
+    def phase(self, now: float) -> float:
+        """Time in units of the time constant; a clock that went back stands still."""
+        return self._phase + max(0.0, now - self._since) / self.decay_s
 
     def exponent(self, now: float) -> float:
-        """Age of the base in units of `decay_s`; a clock that went back counts as none."""
-        return max(0.0, (now - self.base) / self.decay_s)
+        """Age of the base in units of the time constant."""
+        return max(0.0, self.phase(now) - self.base)
 
     def gain(self, now: float) -> float:
         """Weight of one visit.  The caller rebases before the exponent passes its maximum."""
@@ -57,6 +85,23 @@ class VisitClock:
     def scale(self, now: float) -> float:
         """Factor from weight to decayed visits."""
         return math.exp(-self.exponent(now))
+
+    def rebase(self, now: float) -> None:
+        """Let a visit at `now` weigh 1; the caller scales all weights."""
+        self.base = self.phase(now)
+
+    def turned_over(self, share: float, now: float) -> None:
+        """`share` of the memory was replaced, at `now`: adapt the pace now and then."""
+        if self._turned_at is None:
+            self._turned_at = now
+        self._turned += share
+        seconds = now - self._turned_at
+        if self._turned < self.MEASURED_SHARE or not seconds > 0:
+            return
+        half_life = self.turnovers * seconds / self._turned
+        self._phase, self._since = self.phase(now), max(now, self._since)
+        self.decay_s = min(self._longest, half_life / math.log(2))
+        self._turned, self._turned_at = 0.0, now
 
 
 class LeafTable:

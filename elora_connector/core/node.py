@@ -154,6 +154,13 @@ class Node:
     def has_children(self) -> bool:
         return bool(self._children)
 
+    @property
+    def num_children(self) -> int:
+        below = self._children
+        if isinstance(below, dict):
+            return len(below)
+        return 0 if below is None else 1
+
     def adopt(self, child: Node) -> None:
         """Take in a child that has this parent."""
         below = self._children

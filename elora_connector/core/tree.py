@@ -45,8 +45,9 @@ class DependencyTree:
     Args:
         chunk_nbytes: default size of a chunk over one rank.
         visit_decay_s: time constant of the decayed visit counts; inf counts visits.
-        visit_prior: visits that a new node is taken to have had, though never more than
-            its parent had.
+        visit_turnovers: see `VisitClock`.
+        visit_prior: visits that a new node is taken to have had, or as many as its siblings
+            had on average if that is more, though never more than its parent had.
         dependency_rule: false is for experiments: any READY node may leave a tier, also
             below or above others.  A chunk behind a gap is then *stranded*: it keeps its
             place but no look-up reaches it, until the gap is filled again.
@@ -58,6 +59,7 @@ class DependencyTree:
         visit_decay_s: float = math.inf,
         visit_prior: float = 0.0,
         *,
+        visit_turnovers: float = math.inf,
         dependency_rule: bool = True,
     ) -> None:
         if not visit_prior >= 0:
@@ -65,7 +67,7 @@ class DependencyTree:
         self.chunk_nbytes = chunk_nbytes
         self.visit_prior = visit_prior
         self.dependency_rule = dependency_rule
-        self.clock = VisitClock(visit_decay_s)
+        self.clock = VisitClock(visit_decay_s, visit_turnovers)
         self.adapter_changes = 0
         """Raised when an adapter came, went, or changed its residency or size."""
         self.leaves: tuple[LeafTable, ...] = tuple(LeafTable(t, self.clock) for t in TIERS)
@@ -246,10 +248,9 @@ class DependencyTree:
             seq=self._take_seq(),
             now=now,
         )
-        # Never above the parent: Eval must not rise along a path.
-        node.weight = min(self._first_weight(now), parent.weight)
         self._index[key] = node
         parent.adopt(node)
+        node.weight = self._newborn_weight(parent, now)
         return node
 
     def prune(self, node: Node) -> int:
@@ -449,9 +450,20 @@ class DependencyTree:
     def _first_weight(self, now: float) -> float:
         return self.visit_prior * self._gain(now) if self.visit_prior else 0.0
 
+    def _newborn_weight(self, parent: Node, now: float) -> float:
+        """A new chunk goes on where its parent is used: expect its share of those visits.
+
+        With a bare prior the newest turn of every live conversation would go before the
+        old turns of dead ones.  Never above the parent: Eval must not rise along a path.
+        """
+        weight = self._first_weight(now)
+        if weight and parent.kind is _CHUNK:
+            weight = max(weight, parent.weight / parent.num_children)
+        return min(weight, parent.weight)
+
     def _rebase(self, now: float) -> None:
         scale = self.clock.scale(now)
-        self.clock.base = now
+        self.clock.rebase(now)
         for node in (*self._index.values(), *self._adapters.values()):
             node.weight *= scale
         for table in self.leaves:

@@ -56,6 +56,7 @@ BAD = [
     ("elora.cost_model.recency_term", "x", "true or false"),
     ("elora.cost_model.tau_s", 0, "a number above 0"),
     ("elora.cost_model.visit_half_life_s", 0, "a number above 0, or null"),
+    ("elora.cost_model.visit_turnovers", 0, "a number above 0, or null"),
     ("elora.cost_model.visit_prior", -1, "a number, 0 or more"),
     ("elora.cost_model.swap_out", "both", "one of kept, literal"),
     ("elora.load_or_recompute.enabled", "x", "true or false"),

@@ -121,3 +121,22 @@ def test_named_policies(name: str, order: list[int]) -> None:
 def test_unknown_policy_names_the_legal_ones() -> None:
     with pytest.raises(ValueError, match=r"'LRU'; legal: fifo, lfu, lru, mru"):
         policy_named("LRU")
+
+
+def test_visits_fade_with_turnovers_while_memory_is_short() -> None:
+    """Half the memory replaced in 2 s, half-life half a turnover: 2 s instead of 100."""
+    clock = VisitClock(100.0 / math.log(2), turnovers=0.5)
+    weight = clock.gain(0.0)
+    clock.turned_over(0.0, 10.0)
+    before = weight * clock.scale(10.0)
+    clock.turned_over(0.5, 12.0)
+    assert before == pytest.approx(0.5**0.1)
+    assert weight * clock.scale(12.0) == pytest.approx(0.5**0.12), "the past keeps its pace"
+    assert weight * clock.scale(14.0) == pytest.approx(0.5**1.12)
+    clock.turned_over(0.5, 4000.0)
+    assert clock.decay_s == pytest.approx(100.0 / math.log(2)), "never slower than configured"
+
+
+def test_bad_turnovers() -> None:
+    with pytest.raises(ValueError, match="turnovers"):
+        VisitClock(1.0, turnovers=0.0)

@@ -61,6 +61,8 @@ class Life(RuleBasedStateMachine):
         caching=st.sampled_from((True, True, True, False)),
         beside=st.booleans(),
         weights=st.sampled_from((0, 0.5, 2)),
+        policy=st.sampled_from(("ELORA", "ELORA", "LRU", "MRU", "LFU", "FIFO")),
+        dependent=st.sampled_from((True, True, True, False)),
     )
     def start(
         self,
@@ -75,6 +77,8 @@ class Life(RuleBasedStateMachine):
         caching: bool,
         beside: bool,
         weights: float,
+        policy: str,
+        dependent: bool,
     ) -> None:
         note(f"{self.variant.name} delay {delay} ranks {ranks} seed {number} slow {slow}")
         self.random = random.Random(number)
@@ -83,7 +87,12 @@ class Life(RuleBasedStateMachine):
             delay,
             ranks,
             # 0: every load runs beside the forward.
-            {"elora.sync_load_ms": 0 if beside else 1000, "elora.store_block_share": 0.5},
+            {
+                "elora.sync_load_ms": 0 if beside else 1000,
+                "elora.store_block_share": 0.5,
+                "lmcache.cache_policy": policy,
+                "elora.dependency_rule": dependent,
+            },
             seed=number,
             delays=SLOW if slow else QUICK,
             num_blocks=blocks,
