@@ -205,6 +205,13 @@ class LeafTable:
         self._write(node.rows[self.tier], node)
         self.changes += 1
 
+    def touched(self, node: Node) -> None:
+        """Copy the use of a listed node again."""
+        row = node.rows[self.tier]
+        self._last[row] = node.last_use
+        self._weight[row] = node.weight
+        self.changes += 1
+
     def reload_weights(self) -> None:
         """Copy every node's weight again (the visit clock was rebased)."""
         for row, node in enumerate(self.nodes):

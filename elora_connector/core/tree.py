@@ -440,7 +440,9 @@ class DependencyTree:
             node.last_use = now
             node.weight += gain
             if node.rows is not UNLISTED:
-                self._update_rows(node)
+                for table in self.leaves:
+                    if node.rows[table.tier] >= 0:
+                        table.touched(node)
 
     def _gain(self, now: float) -> float:
         if self.clock.exponent(now) > self.clock.MAX_EXPONENT:
