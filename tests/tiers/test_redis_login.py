@@ -214,6 +214,25 @@ def test_tls_with_its_ca(
         admin.flushall()
 
 
+def test_tls_with_a_client_certificate(
+    shared_server: RedisServer, connect: Connect, certificate: tuple[str, str]
+) -> None:
+    """As with `tls-auth-clients yes`: whoever has none is turned away, and is told so."""
+    strict = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    strict.load_cert_chain(*certificate)
+    strict.verify_mode = ssl.CERT_REQUIRED
+    strict.load_verify_locations(certificate[0])
+    cert, key = certificate
+    with TlsProxy(shared_server.port, strict) as proxy:
+        url = proxy.url.replace("rediss://", "valkeys://")
+        tier = connect(url, ssl_ca=cert, ssl_cert=cert, ssl_key=key, fail_open=False)
+        assert works(tier)
+        with pytest.raises(ConfigError, match="it may ask for a certificate"):
+            connect(proxy.url, ssl_ca=cert, fail_open=False)
+    with shared_server.client() as admin:
+        admin.flushall()
+
+
 def test_tls_with_an_unknown_ca(
     shared_server: RedisServer,
     connect: Connect,
