@@ -140,7 +140,7 @@ def assemble_adapters(
     nodes.make_bytes, nodes.free_bytes = manager.make_bytes, lambda: room.free
     ledger.places.listener = nodes
     ledger.places.chooser = nodes
-    room.adapters = LedgerAdapters(ledger, nodes)
+    room.adapters = LedgerAdapters(manager.tree, ledger, nodes)
     return AdapterParts(ledger, nodes, room, scoring)
 
 

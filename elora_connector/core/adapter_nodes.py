@@ -14,7 +14,7 @@ from typing import Final
 from elora_connector.core.adapter_places import Entry
 from elora_connector.core.host_room import Scores
 from elora_connector.core.ledger import AdapterLedger
-from elora_connector.core.node import AdapterNode
+from elora_connector.core.node import AdapterNode, NodeKind
 from elora_connector.core.policy import EvictionPolicy
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Residency, Tier
@@ -61,7 +61,8 @@ class AdapterNodes:
 
     def ids_of(self, node: AdapterNode) -> list[int]:
         """Ids under which the adapter is in host memory."""
-        return [i for i, place in self._ids[node].items() if place[Tier.HOST]]
+        places = self._ids.get(node, {})
+        return [i for i, place in places.items() if place[Tier.HOST]]
 
     # ---- PlaceListener -----------------------------------------------------------
 
@@ -166,7 +167,8 @@ class AdapterNodes:
 class LedgerAdapters:
     """The ledger's side of the host budget (`SpareAdapters`)."""
 
-    def __init__(self, ledger: AdapterLedger, nodes: AdapterNodes) -> None:
+    def __init__(self, tree: DependencyTree, ledger: AdapterLedger, nodes: AdapterNodes) -> None:
+        self._tree = tree
         self._ledger = ledger
         self._nodes = nodes
 
@@ -179,6 +181,18 @@ class LedgerAdapters:
         ids = [e.lora_id for e in places if e.known and places.may_leave_host(e, taken)]
         found = [self._nodes.node(i) for i in self._nodes.rank(ids, now)[:beyond]]
         return [node for node in found if node is not None]
+
+    def may_go(self, node: AdapterNode) -> bool:
+        """The same for one that was spare a moment ago."""
+        places, taken = self._ledger.places, self._ledger.taken()
+        beyond = self._tree.num_resident(Tier.HOST, NodeKind.ADAPTER) - places.slots
+        ids = self._nodes.ids_of(node)
+        return (
+            beyond > 0
+            and not node.pins
+            and bool(ids)
+            and all(places.may_leave_host(places[i], taken) for i in ids)
+        )
 
     def evict(self, nodes: Sequence[AdapterNode]) -> None:
         """All ids of these contents leave the host cache."""

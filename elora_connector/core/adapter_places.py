@@ -295,15 +295,20 @@ class AdapterPlaces:
             self._entries[lora_id].in_slot = False
             self.moved(self._entries[lora_id])
 
-    def adopt(self, loaded: Mapping[int, Loaded], orders: Iterable[Order]) -> None:
-        """Believe what all ranks report, except of what `orders` under way change."""
+    def adopt(self, loaded: Mapping[int, Loaded], orders: Iterable[Order]) -> list[Entry]:
+        """Believe what all ranks report, except of what `orders` under way change.
+
+        Returns:
+            Entries whose places may have changed; they are to be told of (`tell`).
+        """
         for state in loaded.values():
             self._entries.setdefault(state.lora_id, Entry(state.lora_id, state.name))
         self.pinned = {i for i, state in loaded.items() if state.pinned and state.in_slot}
         under_way = list(orders)
         leaving = {i for order in under_way for i in order.evict}
         displaced = {i for order in under_way for i in order.displace}
-        for entry in self:
+        concerned = [e for e in self if e.in_host or e.order or e.lora_id in loaded]
+        for entry in concerned:
             state_of = loaded.get(entry.lora_id)
             if state_of is None or (not entry.granted and entry.lora_id in leaving):
                 # Also under an open order: an out-of-step call may have thrown it out.
@@ -313,10 +318,11 @@ class AdapterPlaces:
             else:
                 entry.place(state_of)
                 entry.in_slot &= entry.lora_id not in displaced
+        return concerned
 
-    def tell_all(self) -> None:
-        """Tell of every entry: those without a slot first, so names never outnumber slots."""
-        for entry in sorted(self, key=lambda e: e.has_slot):
+    def tell(self, entries: Iterable[Entry]) -> None:
+        """Tell of them all: those without a slot first, so names never outnumber slots."""
+        for entry in sorted(entries, key=lambda e: e.has_slot):
             self.moved(entry)
 
 

@@ -330,22 +330,30 @@ class AdapterLedger:
         self._rpcs_seen = max(self._rpcs_seen, rpcs)
         if self.suspended:
             return  # the next report says it all again
-        for entry in self.places:
-            order = entry.order
-            if order is not None:
-                order.read |= order.seq in acks.read
-                if acks.ended(order.seq):
-                    # Also after a failed re-check: the old weights are there, and usable.
-                    entry.order = None
-                    if order.check >= entry.check:
-                        entry.check = Check.NONE
-        self._open = {seq: order for seq, order in self._open.items() if not acks.ended(seq)}
-        self.places.adopt(loaded, self._open.values())
-        for entry in self.places:
+        ended = self._end_orders(acks)
+        concerned = self.places.adopt(loaded, self._open.values())
+        for entry in concerned:
             order = entry.order
             if entry.in_host and order is not None and order.placing is Placing.ON_GRANT:
                 self._withdraw(entry, order)  # read for nothing: a call has loaded it
-        self.places.tell_all()
+        self.places.tell({*ended, *concerned})
+
+    def _end_orders(self, acks: Acks) -> list[Entry]:
+        """Entries whose order has ended, well or badly."""
+        ended = []
+        for entry in self.places:
+            order = entry.order
+            if order is None:
+                continue
+            order.read |= order.seq in acks.read
+            if acks.ended(order.seq):
+                # Also after a failed re-check: the old weights are there, and usable.
+                entry.order = None
+                if order.check >= entry.check:
+                    entry.check = Check.NONE
+                ended.append(entry)
+        self._open = {seq: order for seq, order in self._open.items() if not acks.ended(seq)}
+        return ended
 
     def failed(self, seq: int, lora_id: int) -> None:
         """Some rank could not read: no rank is to wait for a grant of this order."""

@@ -54,7 +54,7 @@ class House:
         self.room = HostRoom(
             self.tree, VictimQueue(self.tree, HOST, worths, kind=NodeKind.CHUNK), budget
         )
-        self.room.adapters = LedgerAdapters(self.ledger, self.nodes)
+        self.room.adapters = LedgerAdapters(self.tree, self.ledger, self.nodes)
         self.gone: list[Node] = []
         self.nodes.make_bytes = self.make_bytes
         self.there: dict[int, Loaded] = {}
@@ -251,6 +251,22 @@ def test_a_chunk_takes_an_idle_adapters_memory_but_never_a_slots_worth() -> None
     plan = house.room.for_chunks(5, 8, 0.0)
     assert plan is not None
     assert [node.key[-1] for node in plan] == [50]
+
+
+def test_scores_a_moment_old_never_evict_what_is_needed_by_now() -> None:
+    house = House(slots=1, host=None, budget=160, a1=9.0, a2=1.0, a3=2.0)
+    house.put(1, slot=True)
+    house.put(2)
+    house.put(3)
+    house.chunk(1, worth=50)
+    house.chunk(1, worth=51)
+    assert house.room.for_chunks(5, 9, 0.0) == [house.node(2)]
+    assert house.room.for_chunks(9, 9, 0.0) == [house.node(2), house.node(3)]
+    house.ledger.scheduled("r2", 2)
+    assert house.room.for_chunks(5, 9, 0.05) == [house.node(3)]
+    house.ledger.scheduled("r3", 3)
+    plan = house.room.for_chunks(5, 9, 0.06)
+    assert plan == [house.node(1)], "two others are needed, so this one is not among the last"
 
 
 def test_all_of_the_room_or_nothing() -> None:

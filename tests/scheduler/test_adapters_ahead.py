@@ -7,8 +7,8 @@ import pytest
 from elora_connector.integration.vllm import adapters_ahead
 from tests.support.scheduler_rig import SYNC, VARIANTS, Rig, Variant, id_of, prompt
 
-MANY = 60
-"""Steps in which several looks for a candidate fall due."""
+MANY = 80
+"""Steps in which looks for a candidate fall due: more than a second of the rig's clock."""
 
 
 def serve(rig: Rig, *adapters: str, turn: int = 0) -> None:
@@ -120,6 +120,10 @@ def test_bytes_and_levels_of_adapters_are_counted() -> None:
     gauge = rig.side.recorder.gauges
     key = rig.side.recorder.key
     assert gauge[key("lora_now")] == 1
+    # One request at a time needs one slot: short only while the first load of B is awaited,
+    # which has no node before its content is known.
+    met, short = (rig.total("lora_demand_seconds", state) for state in ("met", "short"))
+    assert met > 10 * short > 0
     assert gauge[key("utilisation", "gpu", "adapter")] == 1
     assert gauge[key("utilisation", "host", "adapter")] == pytest.approx(2 / 32)
     low, high = (gauge[key("eval", "host", q)] for q in ("0.1", "0.9"))

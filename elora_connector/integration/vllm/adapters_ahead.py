@@ -16,6 +16,8 @@ from elora_connector.core.types import Tier
 from elora_connector.metrics import Recorder
 
 _EVERY_S: Final = 0.1
+_NOTHING_S: Final = 1.0
+"""After a look that found nothing; with thousands of adapters it is not free."""
 _RECENT_S: Final = 600.0
 """Adapters that were not used for longer are not worth the trouble."""
 _RETRY_S: Final = 60.0
@@ -51,7 +53,7 @@ class AdaptersAhead:
         self._patience_s = patience_s
         self._current: int | None = None
         self._since = 0.0
-        self._looked = -_EVERY_S
+        self._next_look = 0.0
         self._tried: dict[int, float] = {}
         self._brought: set[int] = set()
 
@@ -59,8 +61,8 @@ class AdaptersAhead:
         """Once a step, before its orders are shipped."""
         if self._current is not None:
             self._follow(self._ledger.places[self._current], now)
-        elif now - self._looked >= _EVERY_S and self._ledger.quiet:
-            self._looked = now
+        elif now >= self._next_look and self._ledger.quiet:
+            self._next_look = now + _EVERY_S
             if not self._waits():
                 self._begin(now)
 
@@ -83,6 +85,7 @@ class AdaptersAhead:
     def _begin(self, now: float) -> None:
         entry = self._best(now)
         if entry is None:
+            self._next_look = now + _NOTHING_S
             return
         self._tried[entry.lora_id] = now
         self._current, self._since = entry.lora_id, now
