@@ -190,6 +190,20 @@ def test_damaged_values_of_a_batch_are_deleted_when_it_ends(
     assert get_all(tier)[1] == (Outcome.MISS, "")
 
 
+def test_a_refused_value_of_the_right_size_costs_nothing(
+    clean: RedisServer, connect: Connect
+) -> None:
+    tier = connect(clean.url)
+    assert put_all(tier) == [GOOD] * 6
+    with clean.client() as admin:
+        admin.set(SPECS[2].key, admin.get(SPECS[1].key))
+        admin.set(SPECS[3].key, b"x" * 100)
+        before = admin.info("stats")["total_connections_received"]
+        bad = [(Outcome.BAD, "chunk"), (Outcome.BAD, "magic")]
+        assert get_all(tier) == [GOOD, GOOD, *bad, GOOD, GOOD]
+        assert admin.info("stats")["total_connections_received"] == before
+
+
 def test_a_huge_foreign_value_costs_its_connection_but_not_its_neighbours(
     clean: RedisServer, connect: Connect
 ) -> None:
