@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,8 +34,26 @@ def lost(reason: str) -> End:
     return Outcome.ERROR, reason
 
 
+class Clock:
+    """Of the breakers: it stands still, so that an outage lasts until `go`."""
+
+    def __init__(self) -> None:
+        self._runs = False
+
+    def __call__(self) -> float:
+        return time.monotonic() if self._runs else 0.0
+
+    def go(self) -> None:
+        self._runs = True
+
+
 @pytest.fixture
-def connect() -> Iterator[Connect]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def connect(clock: Clock) -> Iterator[Connect]:
     made: list[RedisTier] = []
 
     def make(url: str, **kwargs: Any) -> RedisTier:
@@ -43,8 +62,7 @@ def connect() -> Iterator[Connect]:
             "connect_timeout_s": 20.0,
             "operation_timeout_s": 20.0,
             "window": WINDOW,
-            # One probe is all a test needs to end; requests never probe.
-            "breaker": lambda **more: CircuitBreaker(first_backoff_s=0.02, **more),
+            "breaker": lambda **more: CircuitBreaker(first_backoff_s=0.02, clock=clock, **more),
         }
         made.append(RedisTier(url, **(options | kwargs)))
         return made[-1]
@@ -270,7 +288,9 @@ def test_writes_on_their_way_over_a_cut_connection_are_sent_once_more(
     assert get_all(connect(clean.url)) == [GOOD] * 6
 
 
-def test_a_connection_that_always_breaks_is_an_outage(clean: RedisServer, connect: Connect) -> None:
+def test_a_connection_that_always_breaks_is_an_outage(
+    clean: RedisServer, connect: Connect, clock: Clock
+) -> None:
     assert put_all(connect(clean.url)) == [GOOD] * 6
     with SlowProxy(clean.port, cut_after=GREETING + 2 * VALUE + 700) as proxy:
         tier = connect(proxy.url)
@@ -281,6 +301,7 @@ def test_a_connection_that_always_breaks_is_an_outage(clean: RedisServer, connec
         assert answered <= 2
         assert ends == [GOOD] * answered + [lost("connection")] + [lost("breaker")] * (5 - answered)
         proxy.cut_after = None
+        clock.go()
         assert eventually(lambda: get_all(tier) == [GOOD] * 6)
 
 
@@ -316,7 +337,7 @@ def test_a_server_that_stops_in_the_middle_costs_one_deadline(
 
 
 def test_a_server_that_reads_nothing_costs_a_writer_one_deadline(
-    server: RedisServer, connect: Connect
+    server: RedisServer, connect: Connect, clock: Clock
 ) -> None:
     """The value is larger than what the kernel takes from a sender that nobody reads."""
     specs = [make_spec(i, nbytes=16 << 20) for i in (20, 21)]
@@ -324,6 +345,7 @@ def test_a_server_that_reads_nothing_costs_a_writer_one_deadline(
     server.pause()
     assert put_all(tier, specs) == [lost("timeout"), lost("breaker")]
     server.resume()
+    clock.go()
     assert eventually(lambda: put_all(tier) == [GOOD] * 6)
     assert get_all(tier) == [GOOD] * 6
     assert tier.leading([[specs[0].key]]).count == 0, "a value cut short is not there"
@@ -395,11 +417,12 @@ def test_a_redirect_names_the_other_node(connect: Connect) -> None:
 
 @pytest.mark.parametrize("word", [b"LOADING Redis is loading", b"MASTERDOWN Link is down"])
 def test_a_server_that_loads_has_answered_what_was_on_its_way(
-    connect: Connect, word: bytes
+    connect: Connect, clock: Clock, word: bytes
 ) -> None:
     with FakeRedis(answering({1: b"-" + word + b"\r\n"})) as fake:
         tier = connect(fake.url)
         assert get_all(tier) == [GOOD, lost("loading"), GOOD, GOOD, GOOD, lost("breaker")]
+        clock.go()
         assert eventually(lambda: tier.health() is Health.CLOSED)
         assert get_all(tier, SPECS[2:]) == [GOOD] * 4
 
@@ -408,12 +431,13 @@ def test_a_server_that_loads_has_answered_what_was_on_its_way(
     "reply", [b"+QUEUED\r\n", b":1\r\n", b"*1\r\n:1\r\n", b"$-2\r\n", b"$x\r\n", b"HTTP/1.1\r\n"]
 )
 def test_nonsense_closes_the_connection_and_is_not_asked_for_again(
-    connect: Connect, reply: bytes
+    connect: Connect, clock: Clock, reply: bytes
 ) -> None:
     with FakeRedis(answering({1: reply})) as fake:
         tier = connect(fake.url)
         assert get_all(tier) == [GOOD, lost("reply"), *[lost("breaker")] * 4]
         assert [command[1] for command in fake.commands].count(SPECS[1].key.encode()) == 1
+        clock.go()
         assert eventually(lambda: tier.health() is Health.CLOSED)
         assert get_all(tier, SPECS[2:]) == [GOOD] * 4
 
@@ -429,10 +453,13 @@ def test_a_value_without_its_end_is_not_taken(connect: Connect) -> None:
         assert ends == ["", "reply", *["breaker"] * 4]
 
 
-def test_a_close_instead_of_a_reply_is_tried_once_more_and_no_oftener(connect: Connect) -> None:
+def test_a_close_instead_of_a_reply_is_tried_once_more_and_no_oftener(
+    connect: Connect, clock: Clock
+) -> None:
     with FakeRedis(answering({1: None})) as fake:
         tier = connect(fake.url)
         assert get_all(tier) == [GOOD, lost("connection"), *[lost("breaker")] * 4]
         asked = [command[1] for command in fake.commands]
         assert asked.count(SPECS[1].key.encode()) == 2
+        clock.go()
         assert eventually(lambda: tier.health() is Health.CLOSED)
