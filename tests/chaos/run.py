@@ -18,7 +18,9 @@ from tests.chaos.watch import Watch
 from tests.chaos.world import Fault, Strike, World
 
 _GONE = ("killed", "stopped", "no_client_slot")
-"""Nobody can be asked meanwhile, nor values be damaged."""
+"""The server cannot be asked meanwhile, not even by the test."""
+_CLOSED = (*_GONE, "full", "read_only")
+"""Values cannot be damaged meanwhile."""
 
 PATIENCE = 400
 """Requests within which a fault must strike, and hits must come back after it."""
@@ -148,7 +150,9 @@ def _companions(name: str) -> list[str]:
     """What may strike at the same time: kinds of another group, on a server that is there."""
     groups = (SERVER, NETWORK, VALUES)
     others = [kind for group in groups if name not in group for kind in group]
-    return [kind for kind in others if kind not in _GONE and not (name in _GONE and kind in VALUES)]
+    return [
+        kind for kind in others if kind not in _GONE and not (name in _CLOSED and kind in VALUES)
+    ]
 
 
 def _words(counts: Mapping[str, int]) -> str:

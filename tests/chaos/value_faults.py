@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import redis
 
@@ -23,8 +23,12 @@ SHARE = 0.5
 """Part of the keys that is damaged."""
 
 
+Damage = Callable[[redis.Redis, bytes, bytes], object]
+"""Does something to one key, given its value."""
+
+
 @contextmanager
-def _damaged(world: World, damage: Callable[[redis.Redis, list[bytes]], None]) -> Iterator[Strike]:
+def _damaged(world: World, damage: Damage, reasons: Sequence[str] = REFUSALS) -> Iterator[Strike]:
     """Damage a part of the values; what is left of it is deleted in the end.
 
     Values that do not even claim to be ours are never deleted by the connector, so
@@ -33,100 +37,82 @@ def _damaged(world: World, damage: Callable[[redis.Redis, list[bytes]], None]) -
     errors = world.errors()
     with world.admin() as admin:
         hurt = sample(world, admin, SHARE)
-        damage(admin, hurt)
+        for key in hurt:
+            value = admin.get(key)
+            if value is not None:  # Redis may be evicting at the same time
+                damage(admin, key, value)
         try:
-            yield Strike(lambda: errors(*REFUSALS) > 0)
+            yield Strike(lambda: errors(*reasons) > 0)
         finally:
             if hurt:
                 admin.delete(*hurt)
 
 
-@contextmanager
-def flipped(world: World) -> Iterator[Strike]:
+def flipped(world: World) -> AbstractContextManager[Strike]:
     """One bit of each is turned, in the header or in the payload."""
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        for key in hurt:
-            size = admin.strlen(key)
-            at = world.rng.choice([world.rng.randrange(100), world.rng.randrange(size)])
-            byte = admin.getrange(key, at, at)[0] ^ 1 << world.rng.randrange(8)
-            admin.setrange(key, at, bytes([byte]))
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        at = world.rng.randrange(world.rng.choice([100, len(value)]))
+        turned = bytes([value[at] ^ 1 << world.rng.randrange(8)])
+        admin.set(key, value[:at] + turned + value[at + 1 :])
 
-    with _damaged(world, damage) as strike:
-        yield strike
+    return _damaged(world, damage)
 
 
-@contextmanager
-def resized(world: World) -> Iterator[Strike]:
+def resized(world: World) -> AbstractContextManager[Strike]:
     """Truncated anywhere, or with something behind the end."""
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        for key in hurt:
-            value = admin.get(key)
-            cuts = [0, world.rng.randrange(HEADER_BYTES), world.rng.randrange(len(value))]
-            shorter = value[: world.rng.choice([*cuts, len(value) - 1])]
-            admin.set(key, world.rng.choice([shorter, shorter, value + b"\0", value + value]))
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        cuts = [0, world.rng.randrange(HEADER_BYTES), world.rng.randrange(len(value))]
+        shorter = value[: world.rng.choice([*cuts, len(value) - 1])]
+        admin.set(key, world.rng.choice([shorter, shorter, value + b"\0", value + value]))
 
-    with _damaged(world, damage) as strike:
-        yield strike
+    return _damaged(world, damage)
 
 
-@contextmanager
-def swapped(world: World) -> Iterator[Strike]:
-    """Sound values of ours under each other's keys, whatever adapter or prompt they are of."""
+def swapped(world: World) -> AbstractContextManager[Strike]:
+    """Sound values of ours under other keys of ours, whatever adapter or prompt they are of."""
+    others: list[bytes] = []
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        values = admin.mget(hurt) if hurt else []
-        for key, value in zip(hurt, [*values[1:], *values[:1]], strict=True):
-            admin.set(key, value)
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        if others:
+            admin.set(key, world.rng.choice(others))
+        others.append(value)
 
-    with _damaged(world, damage) as strike:
-        yield strike
+    return _damaged(world, damage)
 
 
-@contextmanager
-def foreign(world: World) -> Iterator[Strike]:
+def foreign(world: World) -> AbstractContextManager[Strike]:
     """Well-formed values of somebody else: another model, adapter, rank, chunk or type."""
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        for key in hurt:
-            value = admin.get(key)
-            other = world.rng.choice(_OTHERS)(_spec(parse_header(value)))
-            payload = memoryview(world.rng.randbytes(other.nbytes))
-            admin.set(key, encode_header(other, payload, None) + payload)
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        other = world.rng.choice(_OTHERS)(_spec(parse_header(value)))
+        payload = memoryview(world.rng.randbytes(other.nbytes))
+        admin.set(key, encode_header(other, payload, None) + payload)
 
-    with _damaged(world, damage) as strike:
-        yield strike
+    return _damaged(world, damage)
 
 
-@contextmanager
-def garbage(world: World) -> Iterator[Strike]:
+def garbage(world: World) -> AbstractContextManager[Strike]:
     """Text, noise, huge values, other types, and headers that lie."""
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        for key in hurt:
-            value = admin.get(key)
-            admin.delete(key)
-            world.rng.choice(_GARBAGE)(world, admin, key, value)
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        admin.delete(key)
+        world.rng.choice(_GARBAGE)(world, admin, key, value)
 
-    with _damaged(world, damage) as strike:
-        yield strike
+    return _damaged(world, damage)
 
 
-@contextmanager
-def forged(world: World) -> Iterator[Strike]:
+def forged(world: World) -> AbstractContextManager[Strike]:
     """Right header, right checksum, wrong KV: only a MAC can tell, so only with one."""
-    errors = world.errors()
 
-    def damage(admin: redis.Redis, hurt: list[bytes]) -> None:
-        for key in hurt:
-            spec = _spec(parse_header(admin.get(key)))
-            payload = memoryview(world.rng.randbytes(spec.nbytes))
-            secret = world.rng.choice([None, b"a key of somebody else"])
-            admin.set(key, encode_header(spec, payload, secret) + payload)
+    def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
+        spec = _spec(parse_header(value))
+        payload = memoryview(world.rng.randbytes(spec.nbytes))
+        secret = world.rng.choice([None, b"a key of somebody else"])
+        admin.set(key, encode_header(spec, payload, secret) + payload)
 
-    with _damaged(world, damage):
-        yield Strike(lambda: errors("mac", "mac_missing") > 0)
+    return _damaged(world, damage, ("mac", "mac_missing"))
 
 
 def _spec(header: Header) -> ValueSpec:
