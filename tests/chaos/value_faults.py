@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import redis
 
 from elora_connector.core.types import ChunkKey, Identity, Rank
+from elora_connector.errors import CodecError
 from elora_connector.tiers.base import ValueSpec
 from elora_connector.tiers.codec import HEADER_BYTES, Header, encode_header, parse_header
 from tests.chaos.world import Fault, Strike, World, sample
@@ -39,7 +40,7 @@ def _damaged(world: World, damage: Damage, reasons: Sequence[str] = REFUSALS) ->
         hurt = sample(world, admin, SHARE)
         for key in hurt:
             value = admin.get(key)
-            if value is not None:  # Redis may be evicting at the same time
+            if value is not None and _sound(value):  # another fault may have been quicker
                 damage(admin, key, value)
         try:
             yield Strike(lambda: errors(*reasons) > 0)
@@ -113,6 +114,14 @@ def forged(world: World) -> AbstractContextManager[Strike]:
         admin.set(key, encode_header(spec, payload, secret) + payload)
 
     return _damaged(world, damage, ("mac", "mac_missing"))
+
+
+def _sound(value: bytes) -> bool:
+    try:
+        parse_header(value)
+    except CodecError:
+        return False
+    return True
 
 
 def _spec(header: Header) -> ValueSpec:
