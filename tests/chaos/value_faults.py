@@ -50,12 +50,19 @@ def _damaged(world: World, damage: Damage, reasons: Sequence[str] = REFUSALS) ->
 
 
 def flipped(world: World) -> AbstractContextManager[Strike]:
-    """One bit of each is turned, in the header or in the payload."""
+    """One bit anywhere, one in the header, or all bits of a stretch of the payload.
+
+    One bit is the hardest to notice, a stretch could not be used without a wrong token.
+    """
 
     def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
-        at = world.rng.randrange(world.rng.choice([100, len(value)]))
-        turned = bytes([value[at] ^ 1 << world.rng.randrange(8)])
-        admin.set(key, value[:at] + turned + value[at + 1 :])
+        size = len(value)
+        start, length = world.rng.choice(
+            [(world.rng.randrange(size), 1), (world.rng.randrange(100), 1), (size // 4, size // 2)]
+        )
+        mask = 1 << world.rng.randrange(8) if length == 1 else 0xFF
+        turned = bytes(byte ^ mask for byte in value[start : start + length])
+        admin.set(key, value[:start] + turned + value[start + length :])
 
     return _damaged(world, damage)
 

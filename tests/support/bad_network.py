@@ -42,7 +42,7 @@ class Weather:
         hold: after so many pieces inside values for the server pass on one half of the
             next and nothing more, until the weather changes; 0 for never.
         cut, flip, garble, repeat: chance for each piece to be cut in two and the
-            connection reset (inside a value only), to have one bit turned (both
+            connection reset (inside a value only), to have bits turned (both
             directions), to be replaced by bytes of no protocol, to be sent twice.
     """
 
@@ -225,9 +225,9 @@ class _Proxy:
     def _flipped(self, data: bytes) -> bytes:
         if not self._struck("flipped", self.weather.flip):
             return data
-        changed = bytearray(data)
-        changed[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
-        return bytes(changed)
+        start, length = self._rng.randrange(len(data)), self._rng.choice([1, 2000])
+        turned = bytes(byte ^ 0x40 for byte in data[start : start + length])
+        return data[:start] + turned + data[start + length :]
 
     def _cut(self, data: bytes) -> tuple[bytes, bool]:
         if len(data) < _IN_VALUE or not self._struck("cut", self.weather.cut):
