@@ -11,12 +11,13 @@ import redis
 from elora_connector.core.keys import root_key
 from elora_connector.core.types import Identity
 from elora_connector.tiers.codec import parse_header
+from tests.chaos.instance import CHUNK_BYTES
 from tests.chaos.load import HUNG_S, WrongError
 from tests.chaos.world import Fault, Strike, World, keys
 
 TOGETHER = 8
-PIECES = 20
-"""Of values, a few kilobytes to 64 KiB each: the engine is killed inside the next one."""
+WRITTEN = 5 * CHUNK_BYTES
+"""After about so much the engine is killed inside a value."""
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def killed_engine(world: World) -> Iterator[Strike]:
     questions = world.rng.sample(list(world.pool), TOGETHER)
     with world.admin() as admin:
         _begin_anew(world, admin)
-        with world.second_net.weather(hold=PIECES):
+        with world.second_net.weather(hold=WRITTEN):
             world.second.start(questions)
             _await(lambda: _half_a_value(admin))
             world.second.kill()

@@ -39,8 +39,8 @@ class Weather:
         bytes_per_s: limit of each direction of each connection, 0 for none.
         blackhole: read and drop everything, in both directions.
         refuse: end new connections before the first byte.
-        hold: after so many pieces inside values for the server pass on one half of the
-            next and nothing more, until the weather changes; 0 for never.
+        hold: after so many bytes inside values for the server pass on one half of the
+            next piece and nothing more, until the weather changes; 0 for never.
         cut, flip, garble, repeat: chance for each piece to be cut in two and the
             connection reset (inside a value only), to have bits turned (both
             directions), to be replaced by bytes of no protocol, to be sent twice.
@@ -185,8 +185,10 @@ class _Proxy:
                     return
 
     def _holds(self, data: bytes) -> bool:
-        self._in_values += len(data) >= _IN_VALUE
-        return 0 < self.weather.hold < self._in_values and len(data) >= _IN_VALUE
+        if len(data) < _IN_VALUE:
+            return False
+        self._in_values += len(data)
+        return 0 < self.weather.hold < self._in_values
 
     async def _delay(self) -> None:
         if self.weather.latency_ms:
