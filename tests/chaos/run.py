@@ -19,7 +19,7 @@ from tests.chaos.world import Fault, Strike, World
 
 _GONE = ("killed", "stopped", "no_client_slot")
 """The server cannot be asked meanwhile, not even by the test."""
-_CLOSED = (*_GONE, "full", "read_only")
+_CLOSED = (*_GONE, "full", "read_only", "evicting")
 """Values cannot be damaged meanwhile."""
 
 PATIENCE = 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -80,7 +81,7 @@ def resized(world: World) -> AbstractContextManager[Strike]:
 
 def swapped(world: World) -> AbstractContextManager[Strike]:
     """Sound values of ours under other keys of ours, whatever adapter or prompt they are of."""
-    others: list[bytes] = []
+    others: deque[bytes] = deque(maxlen=8)
 
     def damage(admin: redis.Redis, key: bytes, value: bytes) -> None:
         if others:
@@ -160,10 +161,11 @@ _OTHERS: tuple[Callable[[ValueSpec], ValueSpec], ...] = (
     lambda spec: dataclasses.replace(spec, nbytes=spec.nbytes * 2),
 )
 
+_HUGE = bytes(8 << 20)
 _Place = Callable[[World, redis.Redis, bytes, bytes], object]
 _GARBAGE: tuple[_Place, ...] = (
     lambda world, admin, key, value: admin.set(key, world.rng.randbytes(len(value))),
-    lambda world, admin, key, value: admin.set(key, world.rng.randbytes(8 << 20)),
+    lambda world, admin, key, value: admin.set(key, _HUGE),
     lambda world, admin, key, value: admin.set(key, b"-OOM command not allowed\r\n" * 50),
     lambda world, admin, key, value: admin.set(key, value[:8] + world.rng.randbytes(2000)),
     lambda world, admin, key, value: admin.set(key, value[:8] + b"\2\0" + value[10:]),

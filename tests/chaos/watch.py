@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import statistics
 import threading
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from tests.chaos.instance import CONNECTIONS
 from tests.chaos.world import World
 
+_LIBC = ctypes.CDLL(None)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 GROWTH = 0.03
 """Resident memory may differ by this much between the second and the last quarter."""
@@ -33,6 +36,8 @@ class Watch:
     samples: list[Sample] = field(default_factory=list)
 
     def look(self, world: World) -> None:
+        gc.collect()
+        _LIBC.malloc_trim(0)  # pages that hold nothing, after the test's own large values
         with open("/proc/self/statm") as statm:
             rss = int(statm.read().split()[1]) * PAGE
         with world.admin() as admin:
