@@ -38,6 +38,7 @@ from elora_connector.core.adapter_orders import (
     Placing,
 )
 from elora_connector.core.adapter_places import AdapterPlaces, Entry
+from elora_connector.core.order_book import OrderBook
 from elora_connector.core.slot_watch import SlotWatch
 from elora_connector.core.types import Identity
 from elora_connector.errors import InvariantError
@@ -76,20 +77,17 @@ class AdapterLedger:
 
     Attributes:
         places: who is where; set its `chooser` and `listener`.
+        orders: what to ship to the workers.
     """
 
     def __init__(self, slots: int, host_capacity: int | None, level: Level = Level.SLOT) -> None:
         if slots < 1 or (host_capacity is not None and host_capacity < slots):
             raise InvariantError(f"need 1 <= slots <= host capacity, got {slots}, {host_capacity}")
         self.places = AdapterPlaces(slots, host_capacity)
+        self.orders = OrderBook(self.places)
         self.level = level
         self._holds: OrderedDict[int, _Hold] = OrderedDict()
         self._in_use: set[int] = set()
-        self._cancelled: list[int] = []
-        self._outbox: list[Order] = []
-        self._grants: list[Grant] = []
-        self._open: dict[int, Order] = {}
-        self._seq = 0
         self._rpcs = 0
         self._rpcs_seen = 0
 
@@ -157,7 +155,7 @@ class AdapterLedger:
     @property
     def quiet(self) -> bool:
         """No order is under way and nothing is held."""
-        return not (self._open or self._holds or self.suspended)
+        return not (self.orders.open or self._holds or self.suspended)
 
     # ---- requests --------------------------------------------------------------
 
@@ -170,9 +168,9 @@ class AdapterLedger:
         entry.check = max(entry.check, check)
         if order is None:
             self._read(entry)
-        elif order in self._outbox:
-            order.check = max(order.check, check)
-        # Else: what is under way ends first; what it did not check is ordered then.
+        else:
+            # What is under way ends first; what it does not check is ordered then.
+            self.orders.strengthen(order, check)
 
     def read_ahead(self, lora_id: int) -> None:
         """Begin to read the weights; takes nothing from anyone."""
@@ -249,7 +247,7 @@ class AdapterLedger:
         """
         entry = self.places.get(lora_id)
         if entry is not None and entry.order is not None and not entry.users:
-            self._withdraw(entry, entry.order)
+            self.orders.withdraw(entry, entry.order)
 
     # ---- spare places ----------------------------------------------------------
 
@@ -261,7 +259,7 @@ class AdapterLedger:
             return False
         if not (self.places.free_host and self.places.chooser.has_room(lora_id)):
             return False
-        self._grant(entry, order, activate=False)
+        self.orders.grant(entry, order, activate=False)
         return True
 
     def move_in(self, lora_id: int) -> bool:
@@ -271,7 +269,7 @@ class AdapterLedger:
             return False
         if entry.order is not None or self.places.free_slots < 1:
             return False
-        self._order(entry, Placing.NOW, activate=True, read=True)
+        self.orders.order(entry, Placing.NOW, activate=True, read=True)
         return True
 
     def evict(self, lora_ids: Iterable[int]) -> None:
@@ -279,26 +277,9 @@ class AdapterLedger:
 
         The caller has asked `places.may_leave_host` about those that are `taken()`.
         """
-        self._seq += 1
-        order = Order(self._seq, None, evict=tuple(lora_ids), read=True)
-        self._ship(order)
+        self.orders.evict(tuple(lora_ids))
 
     # ---- workers ---------------------------------------------------------------
-
-    def take_orders(self) -> list[Order]:
-        """Orders to ship with this step's metadata, oldest first."""
-        orders, self._outbox = self._outbox, []
-        return orders
-
-    def take_grants(self) -> list[Grant]:
-        """Places for orders shipped before, to ship with this step's metadata."""
-        grants, self._grants = self._grants, []
-        return grants
-
-    def take_cancelled(self) -> list[int]:
-        """Numbers of withdrawn orders, to ship with this step's metadata."""
-        cancelled, self._cancelled = self._cancelled, []
-        return cancelled
 
     def rpc_sent(self, lora_id: int, name: str | None) -> None:
         """vLLM itself calls the workers (add_lora, remove_lora, pin_lora) between steps.
@@ -330,30 +311,13 @@ class AdapterLedger:
         self._rpcs_seen = max(self._rpcs_seen, rpcs)
         if self.suspended:
             return  # the next report says it all again
-        ended = self._end_orders(acks)
-        concerned = self.places.adopt(loaded, self._open.values())
+        ended = self.orders.end(acks)
+        concerned = self.places.adopt(loaded, self.orders.open)
         for entry in concerned:
             order = entry.order
             if entry.in_host and order is not None and order.placing is Placing.ON_GRANT:
-                self._withdraw(entry, order)  # read for nothing: a call has loaded it
+                self.orders.withdraw(entry, order)  # read for nothing: a call has loaded it
         self.places.tell({*ended, *concerned})
-
-    def _end_orders(self, acks: Acks) -> list[Entry]:
-        """Entries whose order has ended, well or badly."""
-        ended = []
-        for entry in self.places:
-            order = entry.order
-            if order is None:
-                continue
-            order.read |= order.seq in acks.read
-            if acks.ended(order.seq):
-                # Also after a failed re-check: the old weights are there, and usable.
-                entry.order = None
-                if order.check >= entry.check:
-                    entry.check = Check.NONE
-                ended.append(entry)
-        self._open = {seq: order for seq, order in self._open.items() if not acks.ended(seq)}
-        return ended
 
     def failed(self, seq: int, lora_id: int) -> None:
         """Some rank could not read: no rank is to wait for a grant of this order."""
@@ -361,7 +325,7 @@ class AdapterLedger:
         order = None if entry is None else entry.order
         waiting = order is not None and order.placing is Placing.ON_GRANT
         if entry is not None and order is not None and waiting and order.seq == seq:
-            self._withdraw(entry, order)
+            self.orders.withdraw(entry, order)
 
     def distrust(self, lora_id: int) -> bool:
         """Ranks report different contents: the next order reads the files again.
@@ -424,79 +388,21 @@ class AdapterLedger:
         if entry.order is not None:
             return
         if entry.in_host:
-            self._order(entry, Placing.IN_PLACE)
-        elif sum(o.placing is Placing.ON_GRANT for o in self._open.values()) < READS:
-            self._order(entry, Placing.ON_GRANT)
+            self.orders.order(entry, Placing.IN_PLACE)
+        elif self.orders.reading < READS:
+            self.orders.order(entry, Placing.ON_GRANT)
 
     def _bring(self, entry: Entry, now: float) -> None:
         """Weights are in hand: grant them places, if they can be had."""
         order = entry.order
         wants_slot = self.level is Level.SLOT and not entry.in_slot
         on_its_way = order is not None and order.granted
-        if on_its_way and (order is None or self._shipped(order) or order.activate):
+        if on_its_way and (order is None or self.orders.is_shipped(order) or order.activate):
             return  # it ends first
         victims = self.places.victims(entry, self.taken(), now, slot=wants_slot)
         if victims is None:
             return  # others hold every place until they end; asked again next step
         if order is None:
-            self._order(entry, Placing.NOW, wants_slot, victims.evict, victims.displace, read=True)
+            self.orders.order(entry, Placing.NOW, victims, activate=wants_slot, read=True)
         else:
-            self._grant(entry, order, wants_slot, victims.evict, victims.displace)
-
-    def _order(
-        self,
-        entry: Entry,
-        placing: Placing,
-        activate: bool = False,
-        evict: tuple[int, ...] = (),
-        displace: tuple[int, ...] = (),
-        *,
-        read: bool = False,
-    ) -> None:
-        self._seq += 1
-        check = Check.NONE if read else entry.check
-        entry.order = Order(
-            self._seq, entry.lora_id, check, placing, activate, evict, displace, read
-        )
-        self._ship(entry.order)
-        self.places.moved(entry)
-
-    def _ship(self, order: Order) -> None:
-        self._outbox.append(order)
-        self._open[order.seq] = order
-        self.places.mark_gone(order)
-
-    def _grant(
-        self,
-        entry: Entry,
-        order: Order,
-        activate: bool,
-        evict: tuple[int, ...] = (),
-        displace: tuple[int, ...] = (),
-    ) -> None:
-        order.placing = Placing.NOW
-        order.activate = activate
-        order.evict = (*order.evict, *evict)
-        order.displace = (*order.displace, *displace)
-        if order not in self._outbox:
-            self._drop_grant(order.seq)
-            self._grants.append(Grant(order.seq, activate, order.evict, order.displace))
-        self.places.mark_gone(order)
-        self.places.moved(entry)
-
-    def _shipped(self, order: Order) -> bool:
-        """Have the workers been told all of it?"""
-        return order not in self._outbox and all(g.seq != order.seq for g in self._grants)
-
-    def _withdraw(self, entry: Entry, order: Order) -> None:
-        entry.order = None
-        self._open.pop(order.seq, None)
-        self._drop_grant(order.seq)
-        if order in self._outbox:
-            self._outbox.remove(order)
-        else:
-            self._cancelled.append(order.seq)
-        self.places.moved(entry)
-
-    def _drop_grant(self, seq: int) -> None:
-        self._grants = [grant for grant in self._grants if grant.seq != seq]
+            self.orders.grant(entry, order, victims, activate=wants_slot)

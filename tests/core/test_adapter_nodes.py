@@ -95,7 +95,7 @@ class House:
         """A request asks, the weights are read, it asks again."""
         self.ledger.register(lora_id, f"a{lora_id}")
         assert self.ledger.admit(f"r{lora_id}", lora_id, 0.0) is Gate.LOADING
-        orders = self.ledger.take_orders()
+        orders = self.ledger.orders.take_orders()
         self.seq = max([self.seq, *(order.seq for order in orders)])
         if orders and not orders[-1].granted:
             only = frozenset({orders[-1].seq})
@@ -230,7 +230,7 @@ def test_chunk_or_adapter_goes_whichever_scores_lowest(
     chunks = [node.key[-1] for node in house.gone if node.kind is NodeKind.CHUNK]
     names = [node.identity.name for node in house.gone if isinstance(node, AdapterNode)]
     assert (chunks, names) == (chunks_gone, adapters_gone)
-    (grant,) = house.ledger.take_grants()
+    (grant,) = house.ledger.orders.take_grants()
     assert grant.evict == ((2,) if adapters_gone else ())
     assert house.state(2)[1] is (ABSENT if adapters_gone else READY)
 
@@ -244,7 +244,7 @@ def test_a_chunk_takes_an_idle_adapters_memory_but_never_a_slots_worth() -> None
     plan = house.room.for_chunks(1, 8, 0.0)
     assert plan == [house.node(2)]
     house.room.adapters.evict([house.node(2)])
-    (order,) = house.ledger.take_orders()
+    (order,) = house.ledger.orders.take_orders()
     assert (order.lora_id, order.evict) == (None, (2,))
     assert house.state(2) == (ABSENT, ABSENT)
     assert house.room.for_chunks(4, 8, 0.0) == []
@@ -282,13 +282,13 @@ def test_a_slots_worth_of_adapters_passes_the_budget_rather_than_waits() -> None
     house = House(slots=2, host=None, budget=50)
     house.put(1, slot=True)
     house.want(2)
-    (grant,) = house.ledger.take_grants()
+    (grant,) = house.ledger.orders.take_grants()
     assert grant.evict == ()
     house.put(2, slot=True)
     assert house.room.free == -30
     house.ledger.finished("r2", 2)
     house.want(3)
-    (grant,) = house.ledger.take_grants()
+    (grant,) = house.ledger.orders.take_grants()
     assert grant.evict == (1,), "one goes for the third, although that leaves too little room"
 
 

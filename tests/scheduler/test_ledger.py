@@ -334,8 +334,8 @@ class LedgerLife(RuleBasedStateMachine):
 
     def _send(self) -> None:
         ledger = self.ledger
-        orders = [replace(order) for order in ledger.take_orders()]
-        self.sent.append(_Step(orders, ledger.take_grants(), ledger.take_cancelled()))
+        orders = [replace(order) for order in ledger.orders.take_orders()]
+        self.sent.append(_Step(orders, ledger.orders.take_grants(), ledger.orders.take_cancelled()))
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 9))
@@ -517,12 +517,12 @@ def test_distrust_asks_for_one_reread_at_a_time() -> None:
     ledger.register(1, "n1")
     assert ledger.admit("r", 1, 0.0) is Gate.LOADING
     assert not ledger.distrust(1), "an order is under way, which may settle it"
-    (order,) = ledger.take_orders()
+    (order,) = ledger.orders.take_orders()
     ledger.on_report(Acks(order.seq), 0, {})
     assert ledger.distrust(1)
     assert not ledger.distrust(1), "asked for already"
     assert ledger.admit("r", 1, 0.0) is Gate.LOADING
-    (again,) = ledger.take_orders()
+    (again,) = ledger.orders.take_orders()
     assert again.check is Check.ALWAYS
     read_and_grant(ledger, "r", 1)
     ledger.on_report(Acks(again.seq), 0, _one(1))
@@ -531,7 +531,7 @@ def test_distrust_asks_for_one_reread_at_a_time() -> None:
 
 def read_and_grant(ledger: AdapterLedger, request_id: str, lora_id: int) -> Grant:
     """The workers have read what was ordered last; its request is asked again."""
-    seq = ledger._seq
+    seq = ledger.orders._seq
     held = {e.lora_id: e for e in ledger.places if e.in_host}
     there = {
         i: Loaded(i, e.name, e.digest or bytes(32), e.load, e.in_slot, e.pinned)
@@ -539,7 +539,7 @@ def read_and_grant(ledger: AdapterLedger, request_id: str, lora_id: int) -> Gran
     }
     ledger.on_report(Acks(seq, frozenset({seq}), frozenset({seq})), ledger.rpcs, there)
     assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
-    (grant,) = ledger.take_grants()
+    (grant,) = ledger.orders.take_grants()
     assert grant.seq == seq
     return grant
 
@@ -548,16 +548,16 @@ def test_a_check_does_not_take_back_an_activation_under_way() -> None:
     ledger = AdapterLedger(2, 3)
     ledger.register(1, "n1")
     ledger.admit("r", 1, 0.0)
-    ledger.take_orders()
+    ledger.orders.take_orders()
     assert read_and_grant(ledger, "r", 1).activate
     ledger.finished("r", 1)
     ledger.register(1, "n1", Check.IF_CHANGED)
-    assert ledger.take_orders() == [], "it ends first, then its files are looked at"
+    assert ledger.orders.take_orders() == [], "it ends first, then its files are looked at"
     assert ledger.slot_watch.names == {"n1"}, "its slot would be given away twice"
     ledger.on_report(Acks(1), 0, _one(1))
     assert ledger.identity(1) is None
     assert ledger.admit("again", 1, 0.0) is Gate.LOADING
-    (check,) = ledger.take_orders()
+    (check,) = ledger.orders.take_orders()
     assert (check.placing, check.check) == (Placing.IN_PLACE, Check.IF_CHANGED)
 
 
@@ -567,7 +567,7 @@ def test_what_a_call_threw_out_is_gone_also_under_an_open_order() -> None:
     ledger.on_report(Acks(0), 0, both)
     for lora_id in (1, 2):
         ledger.register(lora_id, f"n{lora_id}", Check.IF_CHANGED)
-    assert len(ledger.take_orders()) == 2
+    assert len(ledger.orders.take_orders()) == 2
     ledger.rpc_sent(3, "n3")
     ledger.on_report(Acks(2, frozenset({1, 2})), ledger.rpcs, {**_one(1), **_one(3)})
     assert ledger.counts() == (2, 2)

@@ -22,12 +22,12 @@ def in_hand(
 ) -> Grant:
     """The first ask orders the read; it is reported as done, and the second one grants."""
     assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
-    (order,) = ledger.take_orders()
+    (order,) = ledger.orders.take_orders()
     assert (order.evict, order.displace, order.activate) == ((), (), False)
     only = frozenset({order.seq})
     ledger.on_report(Acks(order.seq, only, only), 0, there)
     assert ledger.admit(request_id, lora_id, 0.0) is Gate.LOADING
-    (grant,) = ledger.take_grants()
+    (grant,) = ledger.orders.take_grants()
     return grant
 
 
@@ -35,7 +35,7 @@ def test_a_full_house_of_pinned_adapters_is_said_at_once() -> None:
     ledger = ledger_with(1, 2)
     ledger.on_report(Acks(0), 0, loaded(1, pinned=True))
     assert ledger.admit("r2", 2, 0.0) is Gate.PINNED
-    assert ledger.take_orders() == []
+    assert ledger.orders.take_orders() == []
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
 
 
@@ -59,7 +59,7 @@ def test_a_withdrawn_order_gives_the_places_back() -> None:
     assert not ledger.resident(1)
     ledger.finished("r2", 2)
     ledger.cancel(2)
-    assert ledger.take_cancelled() == [grant.seq]
+    assert ledger.orders.take_cancelled() == [grant.seq]
     ledger.on_report(Acks(grant.seq), 0, loaded(1))
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
 
@@ -69,9 +69,9 @@ def test_an_order_that_was_not_shipped_is_simply_gone() -> None:
     ledger.admit("r1", 1, 0.0)
     ledger.finished("r1", 1)
     ledger.cancel(1)
-    assert ledger.take_orders() == []
+    assert ledger.orders.take_orders() == []
     assert ledger.admit("again", 1, 0.0) is Gate.LOADING
-    assert len(ledger.take_orders()) == 1
+    assert len(ledger.orders.take_orders()) == 1
 
 
 def test_entries_of_waiting_requests_are_never_forgotten() -> None:
@@ -127,17 +127,17 @@ def test_files_that_hang_take_nothing_from_anyone() -> None:
     ledger = ledger_with(1, 2, 3)
     ledger.on_report(Acks(0), 0, loaded(1))
     assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
-    (hanging,) = ledger.take_orders()
+    (hanging,) = ledger.orders.take_orders()
     assert ledger.taken() == set()
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
     ledger.finished("r1", 1)
     # Another adapter comes and goes although the earlier order has not ended.
     assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
-    (order,) = ledger.take_orders()
+    (order,) = ledger.orders.take_orders()
     both = frozenset({hanging.seq, order.seq})
     ledger.on_report(Acks(order.seq, both, frozenset({order.seq})), 0, loaded(1))
     assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
-    (grant,) = ledger.take_grants()
+    (grant,) = ledger.orders.take_grants()
     assert grant.displace == (1,)
     three = {**loaded(1, in_slot=False), **loaded(3)}
     ledger.on_report(Acks(order.seq, frozenset({hanging.seq})), 0, three)
@@ -147,11 +147,11 @@ def test_files_that_hang_take_nothing_from_anyone() -> None:
 def test_a_read_that_failed_on_one_rank_is_withdrawn_on_all() -> None:
     ledger = ledger_with(1)
     ledger.admit("r1", 1, 0.0)
-    (order,) = ledger.take_orders()
+    (order,) = ledger.orders.take_orders()
     ledger.failed(order.seq, 1)
-    assert ledger.take_cancelled() == [order.seq]
+    assert ledger.orders.take_cancelled() == [order.seq]
     assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
-    assert len(ledger.take_orders()) == 1, "the next ask reads again"
+    assert len(ledger.orders.take_orders()) == 1, "the next ask reads again"
 
 
 def test_memory_that_goes_to_kv_counts_as_gone_from_the_order_on() -> None:
@@ -160,7 +160,7 @@ def test_memory_that_goes_to_kv_counts_as_gone_from_the_order_on() -> None:
     assert ledger.places.may_leave_host(ledger.places[2], ())
     assert not ledger.places.may_leave_host(ledger.places[2], {2})
     ledger.evict([2])
-    (order,) = ledger.take_orders()
+    (order,) = ledger.orders.take_orders()
     assert (order.lora_id, order.evict) == (None, (2,))
     ledger.on_report(Acks(0), 0, {**loaded(1), **loaded(2, in_slot=False)})
     assert ledger.counts() == (1, 1), "from the order on it counts as gone"

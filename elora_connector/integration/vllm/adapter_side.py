@@ -185,9 +185,9 @@ class AdapterSide:
             self._ahead.step(now)
         self._stats.step(now)
         step.orders = self._gate.take_orders(self._live_ids)
-        step.grants = tuple(self.ledger.take_grants())
+        step.grants = tuple(self.ledger.orders.take_grants())
         self._stats.shipped(step.orders, step.grants)
-        step.cancelled = tuple(self.ledger.take_cancelled())
+        step.cancelled = tuple(self.ledger.orders.take_cancelled())
         step.rpcs = self.ledger.rpcs
         step.protected = frozenset(self.ledger.taken())
         self._restore_skips()

@@ -147,7 +147,7 @@ class AdapterGate:
         """Orders for this step's metadata; `live`: ids that requests name."""
         for lora_id in self.ledger.forget_idle(_IDLE_ENTRIES_KEPT, live):
             self._requests.pop(lora_id, None)
-        return tuple(self._spell_out(order) for order in self.ledger.take_orders())
+        return tuple(self._spell_out(order) for order in self.ledger.orders.take_orders())
 
     def _spell_out(self, order: Order) -> AdapterOrder:
         lora = None if order.lora_id is None else self._requests[order.lora_id]
