@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,25 @@ _FIRST_NAMES: Final = 64
 _BATCH: Final = 256
 _LINED_UP: Final = 16384
 _MAX_AGE_S: Final = 0.1
+
+
+_NONE: Final = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Lists:
+    """Free cached blocks by the time they were freed, with the stamps they had.
+
+    Blocks freed later have higher stamps, so the oldest stay the oldest: the lists are
+    made anew only when they are used up or adapters came or went.
+    """
+
+    dormant: IntArray
+    dormant_stamps: IntArray
+    valid: IntArray
+    valid_stamps: IntArray
+    whole: bool
+    """`valid` holds every valid block, not the oldest only."""
 
 
 class BlockOrder:
@@ -59,7 +79,8 @@ class BlockOrder:
         self._away = np.zeros(_FIRST_NAMES, dtype=np.bool_)
         self._stale = False
         self._aged = math.inf
-        self._front = np.empty(0, dtype=np.int64)
+        self._front = _NONE
+        self._lists = _Lists(_NONE, _NONE, _NONE, _NONE, whole=False)
         self.queue: OrderedQueue = watch(pool, table, self)
         self._map = pool.cached_block_hash_to_block
 
@@ -100,43 +121,67 @@ class BlockOrder:
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """Dormant blocks that become free belong before valid ones that stand in front."""
+        if self._lists.whole:
+            self._lists.whole = False  # there is one more now
         if not self._stale:
             owners = self.table.owner[np.array(block_ids, dtype=np.int64)]
             self._stale = bool(self._away[owners].any())
+
+    def freed_late(self) -> None:
+        """The oldest blocks are not the oldest any more."""
+        self._lists = _Lists(_NONE, _NONE, _NONE, _NONE, whole=False)
 
     def follow_reset(self) -> None:
         """vLLM may have dropped its whole prefix cache, which nobody tells us."""
         if self._pool.cached_block_hash_to_block is not self._map:
             self._map = self._pool.cached_block_hash_to_block
             self.table.load(self._pool.blocks)
+            self._stale = True
 
     def line_up(self) -> None:
         """Between steps: dormant blocks right behind the un-hashed ones."""
         if self._stale:
-            dormant = int(self.dormant(self.table.free_cached()).sum())
+            self._list(self._window)
+            dormant = len(self._lists.dormant)
             if dormant:
                 self._arrange(min(dormant, _LINED_UP))
 
-    def misplaced(self) -> int:
-        """Free dormant blocks that are not first in line after the un-hashed ones."""
+    def counts(self) -> tuple[int, int]:
+        """Free dormant blocks; those of them not first in line after the un-hashed ones."""
         front = self._front[self.table.state[self._front] == READY]
         dormant = self.dormant(front)
         first = len(front) if dormant.all() else int(np.argmin(dormant))
-        return int(self.dormant(self.table.free_cached()).sum()) - first
+        total = int(self.dormant(self.table.free_cached()).sum())
+        return total, total - first
 
     # ---- choosing --------------------------------------------------------------------
 
     def next_blocks(self, count: int) -> IntArray:
         """Ids of the `count` free cached blocks to reuse first, in order."""
         table = self.table
-        free = table.free_cached()
-        dormant = self.dormant(free)
-        chosen = table.oldest(free[dormant], count)
+        if self._stale or self._lists.valid is _NONE:
+            self._list(count)
+        lists = self._lists
+        chosen = lists.dormant[table.still_free(lists.dormant, lists.dormant_stamps)][:count]
         missing = count - len(chosen)
         if missing > 0:
-            valid = table.oldest(free[~dormant], max(self._window, missing))
+            valid = lists.valid[table.still_free(lists.valid, lists.valid_stamps)]
+            if len(valid) < max(missing, self._window // 2) and not lists.whole:
+                self._list(missing)
+                valid = self._lists.valid
             chosen = np.concatenate((chosen, self._choose(valid, missing)))
         return chosen
+
+    def _list(self, count: int) -> None:
+        table = self.table
+        free = table.free_cached()
+        away = self.dormant(free)
+        dormant, valid = free[away], free[~away]
+        limit = max(self._window, count)
+        whole = len(valid) <= limit
+        dormant, valid = table.oldest(dormant, len(dormant)), table.oldest(valid, limit)
+        stamp = table.stamp
+        self._lists = _Lists(dormant, stamp[dormant], valid, stamp[valid], whole=whole)
 
     def _arrange(self, count: int) -> None:
         table = self.table

@@ -29,8 +29,8 @@ _BUSY_SHARE: Final = 0.7
 """Above this share of referenced blocks nothing is prefetched (paper, section V)."""
 _SPARE_SHARE: Final = 0.05
 _JOB_CHUNKS: Final = 8
-_SEARCHED: Final = 4096
-_EVERY_S: Final = 0.1
+_SEARCHED: Final = 2048
+_EVERY_S: Final = 1.0
 
 MayPublish = Callable[[int | None, Identity], bool]
 """(LoRA id, identity) -> are these the weights that vLLM's prefix cache stands for now?"""

@@ -31,6 +31,10 @@ class Order(Protocol):
         """Cached blocks became free."""
         ...
 
+    def freed_late(self) -> None:
+        """Some of them stand before blocks that were freed earlier."""
+        ...
+
 
 class OrderedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     """The same list; keeps a `BlockTable` up to date and asks `Order` before a take.
@@ -75,6 +79,8 @@ class OrderedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self.table.freed(ids)
         for block in apart if late else ():
             self._insert(block, self.table.freed_under(block.block_id))
+        if late:
+            self.order.freed_late()
         self.order.freed([*ids, *late])
 
     def _insert(self, block: Any, parent_id: int) -> None:

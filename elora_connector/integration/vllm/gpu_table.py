@@ -26,6 +26,8 @@ READY: Final = 3
 """As CACHED, and already put where vLLM takes blocks next."""
 
 
+_FEW: Final = 8
+"""Up to here a loop is faster than a vector operation."""
 _GAP: Final = 1 << 20
 """Between two stamps, for blocks that are freed after their parent."""
 
@@ -54,12 +56,14 @@ class BlockTable:
         self.owner = owner
         self._stamps = array("q", bytes(8 * count))
         self.stamp = np.frombuffer(self._stamps, dtype=np.int64)
-        self.row = np.zeros(count, dtype=np.int32)
+        self._rows = array("i", bytes(4 * count))
+        self.row = np.frombuffer(self._rows, dtype=np.int32)
         self._parents = array("i", bytes(4 * count))
         self.parent = np.frombuffer(self._parents, dtype=np.int32)
         self._births = array("q", bytes(8 * count))
         self.birth = np.frombuffer(self._births, dtype=np.int64)
-        self.fresh = np.zeros(count, dtype=np.bool_)
+        self._fresh = bytearray(count)
+        self.fresh = np.frombuffer(self._fresh, dtype=np.bool_)
         self.empty = 0
         self.ready = 0
         self._clock = 0
@@ -68,9 +72,28 @@ class BlockTable:
     def give(self, block_ids: Sequence[int], before: int) -> None:
         """Blocks hold a run of tokens from now on, after those of block `before` (0: none)."""
         self._given += 1
+        if len(block_ids) <= _FEW:
+            for block_id in block_ids:
+                self._births[block_id], self._parents[block_id] = self._given, before
+                self._fresh[block_id] = 0
+                before = block_id
+            return
         self.birth[block_ids] = self._given
         self.parent[block_ids] = [before, *block_ids[:-1]]
         self.fresh[block_ids] = False
+
+    def hang(self, block_ids: Sequence[int], row: int) -> None:
+        """Blocks belong to the chunk of `row`, or stand on it."""
+        if len(block_ids) <= _FEW:
+            for block_id in block_ids:
+                self._rows[block_id] = row
+        else:
+            self.row[block_ids] = row
+
+    def still_free(self, ids: IntArray, stamps: IntArray) -> NDArray[np.bool_]:
+        """Which blocks are free and cached as they were when they had these stamps."""
+        same: NDArray[np.bool_] = (self.state[ids] >= CACHED) & (self.stamp[ids] == stamps)
+        return same
 
     def parents(self, ids: IntArray) -> IntArray:
         """The block each one stands on; 0 where that is none any more; int64 [n]."""

@@ -24,7 +24,7 @@ from elora_connector.integration.vllm.requests import RequestTracker
 from elora_connector.manager import Manager
 from elora_connector.metrics import Recorder
 
-_WINDOW: Final = 8192
+_WINDOW: Final = 2048
 """Free blocks that compete by score, those freed first: bounds the work of a choice."""
 _GAUGE_EVERY_S: Final = 0.1
 
@@ -76,7 +76,7 @@ class GpuView:
         """The request got blocks, in its table from number `first` on."""
         ids = tracker.blocks[first:]
         if ids:
-            self.table.row[ids] = self._last_row(tracker)
+            self.table.hang(ids, self._last_row(tracker))
             self.table.give(ids, tracker.blocks[first - 1] if first else 0)
 
     def complete(self, tracker: RequestTracker, keys: Sequence[ChunkKey]) -> None:
@@ -143,12 +143,12 @@ class GpuView:
         return victims(ids, count, self.rows, self.table, scores, tree)
 
     def _gauge(self) -> None:
-        free = self.table.free_cached()
-        dormant = int(self.order.dormant(free).sum())
-        cached = max(len(free), len(self.pool.cached_block_hash_to_block), 1)
+        dormant, misplaced = self.order.counts()
+        free = len(self.table.free_cached())
+        cached = max(free, len(self.pool.cached_block_hash_to_block), 1)
         record = self.recorder
         record.set("invalid_kv_ratio", dormant / cached, "all")
-        record.set("invalid_kv_ratio", self.order.misplaced() / cached, "misplaced")
+        record.set("invalid_kv_ratio", misplaced / cached, "misplaced")
         record.set("dormant_blocks", dormant)
         if self.order.ordered > self._ordered_seen:
             record.add("victims_ordered", self.order.ordered - self._ordered_seen)

@@ -61,6 +61,9 @@ class StorePlanner:
 
     def due(self, tracker: RequestTracker, scheduled: int) -> bool:
         """Is there a chunk that was not planned before?  Cheap: asked for every request."""
+        end = tracker.request.num_computed_tokens + scheduled
+        if end < (tracker.next_store + 1) * self._geometry.chunk_size:
+            return False
         return self.full_chunks(tracker, scheduled) > tracker.next_store
 
     def plan(
