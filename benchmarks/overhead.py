@@ -17,63 +17,27 @@ warm     the same prompts again: loaded from the host tier (vLLM's own prefix ca
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.children import Child, children  # noqa: E402
+from benchmarks.paired import interval  # noqa: E402
 from examples.tiny_model import make_tiny_model  # noqa: E402
 from tests.support.redis_server import RedisServer  # noqa: E402
 
 BLOCK = 32
 CHUNK = 64
-RESAMPLES = 2000
+CHILD = "engine_child.py"
 OPT_OUT = {"elora.store": False, "elora.retrieve": False}
-
-
-class Child:
-    """One engine process."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        reader, writer = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "engine_child.py"), str(writer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[writer],
-            text=True,
-        )
-        os.close(writer)
-        self._replies = os.fdopen(reader)
-        self.ask({"engine": args})
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One question, one reply."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        line = self._replies.readline()
-        if not line:
-            raise RuntimeError(f"an engine process ended with {self._process.wait()}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._replies.close()
 
 
 def engine_args(model: Path, *, caching: bool, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -101,27 +65,6 @@ def engine_args(model: Path, *, caching: bool, settings: dict[str, Any] | None) 
             },
         }
     return args
-
-
-@contextlib.contextmanager
-def children(*args: dict[str, Any]) -> Iterator[list[Child]]:
-    """Engines that live at the same time."""
-    started: list[Child] = []
-    try:
-        started.extend(Child(one) for one in args)
-        yield started
-    finally:
-        for child in started:
-            child.close()
-
-
-def interval(ratios: Sequence[float], rng: random.Random) -> tuple[float, float, float]:
-    """Median of paired ratios with its 95 % bootstrap interval."""
-    medians = sorted(
-        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
-    )
-    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
-    return statistics.median(ratios), low, high
 
 
 def pairs(
@@ -170,7 +113,7 @@ def cold(model: Path, lora: list[Any], options: argparse.Namespace) -> Iterator[
     plain = engine_args(model, caching=False, settings=None)
     ours = engine_args(model, caching=False, settings={})
     for name, left in (("no connector / no connector (noise)", plain), ("on / off", ours)):
-        with children(left, plain) as (first, second):
+        with children(CHILD, left, plain) as (first, second):
             for warm_up in fresh[-3:]:
                 measure(first, warm_up, lora, None)
                 measure(second, warm_up, lora, None)
@@ -182,7 +125,7 @@ def cold(model: Path, lora: list[Any], options: argparse.Namespace) -> Iterator[
             )
     with RedisServer() as store:
         for name, settings in (("host", {}), ("host + Redis", {"lmcache.remote_url": store.url})):
-            with children(engine_args(model, caching=False, settings=settings)) as (one,):
+            with children(CHILD, engine_args(model, caching=False, settings=settings)) as (one,):
                 for warm_up in fresh[-3:]:
                     measure(one, warm_up, lora, None)
                 yield pairs(
@@ -200,7 +143,7 @@ def warm(model: Path, lora: list[Any], options: argparse.Namespace) -> dict[str,
     gpu_hit = (options.tokens - 1) // BLOCK * BLOCK
     ours = engine_args(model, caching=False, settings={})
     plain = engine_args(model, caching=True, settings=None)
-    with children(ours, plain) as (host, gpu):
+    with children(CHILD, ours, plain) as (host, gpu):
         for prompt in known * 2:
             measure(host, prompt, lora, None)
             measure(gpu, prompt, lora, None)
