@@ -69,8 +69,9 @@ lint: $(STAMP) ## ruff, mypy, import rules
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(STAMP) ## cold and warm requests, connector on against off
+bench: $(STAMP) ## cost on a miss and gain on a hit; many adapters against vLLM alone and LMCache
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/multi_lora.py $(BENCH_ARGS)
 
 bench-redis: $(STAMP) ## chunks in and out of Redis, against other clients and a bare socket
 	$(PY) benchmarks/redis_speed.py $(BENCH_ARGS)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.children import Child  # noqa: E402
 from benchmarks.serving import report  # noqa: E402
-from benchmarks.serving.load import LOADS, Load, Request, prompts_of, turns_of  # noqa: E402
+from benchmarks.serving.load import LOADS, Load, Request, Turn, prompt_of, turns_of  # noqa: E402
 from benchmarks.serving.systems import SYSTEMS, System, oracle_args  # noqa: E402
 from examples.tiny_model import TinyModel, make_tiny_model  # noqa: E402
 
@@ -58,16 +58,34 @@ class Bench:
 
     def rounds(self, load: Load, count: int) -> list[list[Request]]:
         """Requests of rounds 0 (warm-up) to `count` with their right answers."""
+        turns = turns_of(load, SEED, (count + 1) * load.requests)
+        answers = self._answers(load, turns)
+        requests = [
+            Request(
+                turn.conversation,
+                turn.adapter,
+                tuple(prompt_of(load, turns[: at + 1], answers[:at])),
+                tuple(answers[at]),
+            )
+            for at, turn in enumerate(turns)
+        ]
+        size = load.requests
+        return [requests[at : at + size] for at in range(0, len(requests), size)]
+
+    def _answers(self, load: Load, turns: Sequence[Turn]) -> list[list[int]]:
+        """Of plain vLLM, one request after the other; kept in the folder."""
         kept = self.work / f"{load.name}.answers.json"
         known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
         if known.get("load") != repr((load, SEED)):
-            known = {"load": repr((load, SEED)), "rounds": []}
-        missing = range(len(known["rounds"]), count + 1)
-        if missing:
+            known = {"load": repr((load, SEED)), "answers": []}
+        answers: list[list[int]] = known["answers"]
+        if len(answers) < len(turns):
             with self._plain(load) as plain:
-                known["rounds"] += [self._answers(load, number, plain) for number in missing]
+                while len(answers) < len(turns):
+                    _say(f"{load.name}: right answer {len(answers) + 1} of {len(turns)}")
+                    answers.append(_right(load, turns[: len(answers) + 1], answers, plain))
             kept.write_text(json.dumps(known))
-        return [self._requests(load, n, known["rounds"][n]) for n in range(count + 1)]
+        return answers[: len(turns)]
 
     @contextlib.contextmanager
     def _plain(self, load: Load) -> Iterator[Child]:
@@ -77,29 +95,6 @@ class Bench:
             yield child
         finally:
             child.close()
-
-    def _answers(self, load: Load, number: int, plain: Child) -> list[list[int]]:
-        turns = turns_of(load, SEED, number)
-        answers: list[list[int]] = []
-        for at, turn in enumerate(turns):
-            _say(f"{load.name}: right answers, round {number}, request {at + 1} of {len(turns)}")
-            prompt = prompts_of(load, turns[: at + 1], answers)
-            request = Request(turn.conversation, turn.adapter, tuple(prompt), (0,) * load.answer)
-            reply = plain.ask(_round([request], load, salted=False))
-            answers.append(reply["requests"][0]["tokens"])
-        return answers
-
-    def _requests(self, load: Load, number: int, answers: list[list[int]]) -> list[Request]:
-        turns = turns_of(load, SEED, number)
-        return [
-            Request(
-                turn.conversation,
-                turn.adapter,
-                tuple(prompts_of(load, turns[: at + 1], answers[:at])),
-                tuple(answers[at]),
-            )
-            for at, turn in enumerate(turns)
-        ]
 
     # ---- measuring ----------------------------------------------------------------------
 
@@ -162,6 +157,18 @@ class _Live:
         reply["counts"]["stored_bytes"] = stored - self._stored
         self._stored = stored
         self.rounds.append(reply)
+
+
+def _right(
+    load: Load, turns: Sequence[Turn], answers: Sequence[Sequence[int]], plain: Child
+) -> list[int]:
+    """Plain vLLM's answer to the last turn."""
+    turn = turns[-1]
+    prompt = tuple(prompt_of(load, turns, answers))
+    request = Request(turn.conversation, turn.adapter, prompt, (0,) * load.answer)
+    reply = plain.ask(_round([request], load, salted=False))
+    tokens: list[int] = reply["requests"][0]["tokens"]
+    return tokens
 
 
 def _round(requests: Sequence[Request], load: Load, *, salted: bool) -> dict[str, Any]:

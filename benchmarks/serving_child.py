@@ -14,7 +14,7 @@ os.environ.update(
 )
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
-from benchmarks.serving.engine import Server  # noqa: E402
+from benchmarks.serving.engine import Server
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class Server:
         for output in self.engine.step():
             seen = self.probe.requests[output.request_id]
             tokens = output.outputs[0].token_ids
-            if tokens and not seen.first_token:
+            if not seen.first_token and (tokens or output.finished):
                 seen.first_token = time.perf_counter()
             if output.finished:
                 finished.append((output.request_id, tuple(tokens)))
@@ -127,7 +127,7 @@ class Server:
         return {
             "tokens": answers[name],
             "ttft": seen.first_token - seen.submitted,
-            "wait": seen.scheduled - seen.submitted,
+            "wait": (seen.scheduled or seen.first_token) - seen.submitted,
             "local": seen.local,
             "external": seen.external,
             "deferrals": seen.deferrals,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TOKENS = (8, 500)
@@ -36,26 +36,30 @@ class Load:
     title: str
     adapters: int = 8
     requests: int = 24
-    turns: tuple[int, int] = (2, 6)
-    system: int = 160
-    user: tuple[int, int] = (16, 48)
+    turns: tuple[int, int] = (3, 7)
+    system: int = 128
+    user: tuple[int, int] = (24, 64)
     answer: int = 8
-    open_conversations: int = 6
+    open_conversations: int = 20
     zipf: float = 1.0
-    drift: int = 10
+    drift: int = 12
     pause: int = 12
-    window: int = 4
-    gpu_blocks: int = 72
-    host_gb: float = 0.012
+    window: int = 3
+    gpu_blocks: int = 48
+    host_gb: float = 0.016
     host_adapters: int = 4
     max_model_len: int = 1024
+
+    def scaled(self, **changes: Any) -> Load:
+        """The same load with other sizes."""
+        return replace(self, **changes)
 
 
 LOADS = {
     load.name: load
     for load in (
         Load("chat", "multi-turn chat, nothing fits"),
-        Load("fits", "multi-turn chat, all fits in host memory", host_gb=0.5, host_adapters=8),
+        Load("fits", "multi-turn chat, all fits in host memory", host_gb=0.25, host_adapters=8),
         Load(
             "agents",
             "agent-like: 16 adapters, long prompts, few turns",
@@ -64,10 +68,11 @@ LOADS = {
             turns=(1, 3),
             system=384,
             user=(64, 128),
-            open_conversations=4,
+            open_conversations=6,
             drift=5,
-            window=3,
-            gpu_blocks=80,
+            pause=8,
+            window=2,
+            gpu_blocks=64,
             host_gb=0.02,
             host_adapters=6,
         ),
@@ -103,17 +108,16 @@ class Request:
         }
 
 
-def turns_of(load: Load, seed: int, number: int) -> list[Turn]:
-    """The turns of a round in their virtual order."""
-    rng = random.Random(f"{load.name} {seed} {number}")
+def turns_of(load: Load, seed: int, count: int) -> list[Turn]:
+    """The first `count` turns in their virtual order; conversations go on across rounds."""
+    rng = random.Random(f"{load.name} {seed}")
     going: dict[int, tuple[int, int]] = {}  # conversation -> adapter, turns left
     made: list[Turn] = []
     conversations = 0
-    while len(made) < load.requests:
+    while len(made) < count:
         if len(going) < load.open_conversations:
             conversation, conversations = conversations, conversations + 1
-            position = number * load.requests + len(made)
-            going[conversation] = (_adapter(load, position, rng), rng.randint(*load.turns))
+            going[conversation] = (_adapter(load, len(made), rng), rng.randint(*load.turns))
         else:
             conversation = rng.choice(list(going))
         adapter, left = going.pop(conversation)
@@ -123,7 +127,7 @@ def turns_of(load: Load, seed: int, number: int) -> list[Turn]:
     return made
 
 
-def prompts_of(load: Load, turns: Sequence[Turn], answers: Sequence[Sequence[int]]) -> list[int]:
+def prompt_of(load: Load, turns: Sequence[Turn], answers: Sequence[Sequence[int]]) -> list[int]:
     """The prompt of the last turn, given the answers of those before it."""
     last = turns[-1]
     prompt = list(system_prompt(load, last.adapter))

@@ -72,7 +72,7 @@ def _prefill(rounds: Sequence[Round]) -> int:
 
     All scheduled tokens but one for every answer token after the first.
     """
-    decoded = sum(len(r["tokens"]) - 1 for one in rounds for r in one["requests"])
+    decoded = sum(max(0, len(r["tokens"]) - 1) for one in rounds for r in one["requests"])
     return int(_sum(rounds, "scheduled")) - decoded
 
 
@@ -95,16 +95,21 @@ def _with_interval(ratios: Sequence[float]) -> list[float]:
 # ---- text ----------------------------------------------------------------------------------
 
 
+_TIMES = (
+    f"{'':42}{'TTFT ms mean':>13}{'P50':>8}{'P99':>8}{'  / vLLM [95 %]':24}{'wait':>7}"
+    f"{'wrong':>7}{'invalid KV':>11}{'misplaced':>10}"
+)
+_COUNTS = (
+    f"{'':42}{'prefill tokens':>15}{'/ vLLM':>8}{'cached local':>13}{'external':>9}"
+    f"{'loads':>6}{'activations':>12}{'KV out MB':>10}{'in MB':>7}{'adapters MB':>12}"
+)
+
+
 def text(case: Mapping[str, Any]) -> str:
     """One case as two tables: times, then exact counts."""
     systems = case["systems"]
     base = systems[BASELINE]
-    lines = [
-        f"{case['title']}, max_loras {case['max_loras']}: {base['requests']} requests in "
-        f"{case['rounds']} rounds, {base['prompt_tokens']} prompt tokens",
-        f"{'':42}{'TTFT ms mean':>13}{'P50':>8}{'P99':>8}{'  / vLLM [95 %]':24}{'wait':>7}"
-        f"{'wrong':>7}{'invalid KV':>11}{'misplaced':>10}",
-    ]
+    lines = [_title(case), _TIMES]
     for name, one in systems.items():
         ratio, low, high = one["ttft_ratio"]
         lines.append(
@@ -113,10 +118,7 @@ def text(case: Mapping[str, Any]) -> str:
             f"{one['wait_mean_ms']:7.1f}{one['wrong']:7}{one['invalid_kv']:11.3f}"
             f"{one['misplaced_kv']:10.3f}"
         )
-    lines.append(
-        f"{'':42}{'prefill tokens':>15}{'/ vLLM':>8}{'cached local':>13}{'external':>9}"
-        f"{'loads':>6}{'activations':>12}{'KV out MB':>10}{'in MB':>7}{'adapters MB':>12}"
-    )
+    lines.append(_COUNTS)
     for name, one in systems.items():
         share = one["prefill_tokens"] / base["prefill_tokens"]
         lines.append(
@@ -128,6 +130,14 @@ def text(case: Mapping[str, Any]) -> str:
     for name, reason in case["skipped"].items():
         lines.append(f"not measured: {SYSTEMS[name].title}: {reason}")
     return "\n".join(lines) + "\n"
+
+
+def _title(case: Mapping[str, Any]) -> str:
+    base = case["systems"][BASELINE]
+    return (
+        f"{case['title']}, max_loras {case['max_loras']}: {base['requests']} requests in "
+        f"{case['rounds']} rounds, {base['prompt_tokens']} prompt tokens"
+    )
 
 
 def machine() -> dict[str, Any]:

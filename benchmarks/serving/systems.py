@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,18 +98,23 @@ class LMCacheServer:
 
     def _get(self, page: str) -> bytes:
         url = f"http://127.0.0.1:{self._http}/{page}"
-        with urllib.request.urlopen(url, timeout=5) as reply:  # noqa: S310  (fixed scheme)
+        with urllib.request.urlopen(url, timeout=5) as reply:
             return bytes(reply.read())
 
     def _wait(self) -> None:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
-            try:
-                self._get("healthcheck")
+            if self._healthy():
                 return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
+            time.sleep(0.2)
         raise RuntimeError(f"lmcache server did not start, see {self._log}")
+
+    def _healthy(self) -> bool:
+        try:
+            self._get("healthcheck")
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
