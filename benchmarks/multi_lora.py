@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import sys
 import tempfile
@@ -74,17 +75,17 @@ class Bench:
 
     def _answers(self, load: Load, turns: Sequence[Turn]) -> list[list[int]]:
         """Of plain vLLM, one request after the other; kept in the folder."""
-        kept = self.work / f"{load.name}.answers.json"
-        known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-        if known.get("load") != repr((load, SEED)):
-            known = {"load": repr((load, SEED)), "answers": []}
-        answers: list[list[int]] = known["answers"]
+        key = f"{load.traffic} {SEED}"
+        kept = self.work / f"answers-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+        answers: list[list[int]] = json.loads(kept.read_text()) if kept.exists() else []
         if len(answers) < len(turns):
             with self._plain(load) as plain:
-                while len(answers) < len(turns):
-                    _say(f"{load.name}: right answer {len(answers) + 1} of {len(turns)}")
-                    answers.append(_right(load, turns[: len(answers) + 1], answers, plain))
-            kept.write_text(json.dumps(known))
+                try:
+                    while len(answers) < len(turns):
+                        _say(f"{load.name}: right answer {len(answers) + 1} of {len(turns)}")
+                        answers.append(_right(load, turns[: len(answers) + 1], answers, plain))
+                finally:
+                    kept.write_text(json.dumps(answers))
         return answers[: len(turns)]
 
     @contextlib.contextmanager

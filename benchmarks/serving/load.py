@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 TOKENS = (8, 500)
@@ -49,6 +49,12 @@ class Load:
     host_gb: float = 0.016
     host_adapters: int = 4
     max_model_len: int = 1024
+
+    @property
+    def traffic(self) -> str:
+        """What decides about the requests, and nothing of the memory they are given."""
+        memory = {"name", "title", "gpu_blocks", "host_gb", "host_adapters"}
+        return repr({k: v for k, v in asdict(self).items() if k not in memory})
 
     def scaled(self, **changes: Any) -> Load:
         """The same load with other sizes."""
@@ -110,7 +116,7 @@ class Request:
 
 def turns_of(load: Load, seed: int, count: int) -> list[Turn]:
     """The first `count` turns in their virtual order; conversations go on across rounds."""
-    rng = random.Random(f"{load.name} {seed}")
+    rng = random.Random(f"{load.adapters} {load.system} {seed}")
     going: dict[int, tuple[int, int]] = {}  # conversation -> adapter, turns left
     made: list[Turn] = []
     conversations = 0
@@ -139,7 +145,7 @@ def prompt_of(load: Load, turns: Sequence[Turn], answers: Sequence[Sequence[int]
 
 def system_prompt(load: Load, adapter: int) -> tuple[int, ...]:
     """The shared first tokens of an adapter's conversations, the same in every round."""
-    return _words(random.Random(f"{load.name} {adapter}"), load.system)
+    return _words(random.Random(f"{load.adapters} {load.system} {adapter}"), load.system)
 
 
 def _adapter(load: Load, position: int, rng: random.Random) -> int:
