@@ -1,6 +1,6 @@
 """Many adapters on the real engine: vLLM alone, LMCache, and ours with several policies.
 
-    python benchmarks/multi_lora.py [--cases chat-2 agents-2 ...] [--rounds 3] [--json FILE]
+    python benchmarks/multi_lora.py [--cases chat-2 agents-2 ...] [--rounds 6] [--json FILE]
                                     [--png FILE] [--work DIR]
 
 A case is a load and a number of GPU slots for adapters (`chat-2`: load chat, max_loras 2);
@@ -201,7 +201,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--cases", nargs="+", choices=[*CASES, "all"], default=DEFAULT_CASES)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--png", type=Path, help="draw the ratios there, needs matplotlib")
     parser.add_argument("--work", type=Path, help="keep model, right answers and logs there")

@@ -35,7 +35,7 @@ class Load:
     name: str
     title: str
     adapters: int = 8
-    requests: int = 24
+    requests: int = 12
     turns: tuple[int, int] = (3, 7)
     system: int = 128
     user: tuple[int, int] = (24, 64)
@@ -53,8 +53,8 @@ class Load:
     @property
     def traffic(self) -> str:
         """What decides about the requests, and nothing of the memory they are given."""
-        memory = {"name", "title", "gpu_blocks", "host_gb", "host_adapters"}
-        return repr({k: v for k, v in asdict(self).items() if k not in memory})
+        left_out = {"name", "title", "requests", "gpu_blocks", "host_gb", "host_adapters"}
+        return repr({k: v for k, v in asdict(self).items() if k not in left_out})
 
     def scaled(self, **changes: Any) -> Load:
         """The same load with other sizes."""
@@ -70,7 +70,7 @@ LOADS = {
             "agents",
             "agent-like: 16 adapters, long prompts, few turns",
             adapters=16,
-            requests=16,
+            requests=8,
             turns=(1, 3),
             system=384,
             user=(64, 128),

@@ -6,12 +6,12 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import interval
+from benchmarks.paired import ratio_of_sums
 from benchmarks.serving.systems import BASELINE, SYSTEMS, TOKEN_BYTES
 
 MB = 1 << 20
@@ -21,8 +21,8 @@ Round = Mapping[str, Any]
 def summary(rounds: Mapping[str, Sequence[Round]], adapter_bytes: int) -> dict[str, Any]:
     """Figures of every system over all its rounds.
 
-    Times: milliseconds, and the ratio to vLLM alone of the rounds' mean TTFT with its 95 %
-    interval (round by round).  Everything else: sums over the rounds, or means over samples.
+    Times: milliseconds, and the ratio of mean TTFT to that of vLLM alone with its 95 %
+    interval (bootstrap over rounds).  Everything else: sums over the rounds, or means over samples.
     """
     base = rounds[BASELINE]
     return {name: _figures(mine, base, adapter_bytes) for name, mine in rounds.items()}
@@ -31,8 +31,6 @@ def summary(rounds: Mapping[str, Sequence[Round]], adapter_bytes: int) -> dict[s
 def _figures(mine: Sequence[Round], base: Sequence[Round], adapter_bytes: int) -> dict[str, Any]:
     requests = [request for one in mine for request in one["requests"]]
     ttft = sorted(1000 * r["ttft"] for r in requests)
-    ratios = [_mean_ttft(a) / _mean_ttft(b) for a, b in zip(mine, base, strict=True)]
-    spans = [a["seconds"] / b["seconds"] for a, b in zip(mine, base, strict=True)]
     external = sum(r["external"] for r in requests)
     samples = _sum(mine, "samples") or 1
     loads, activations = _sum(mine, "loads"), _sum(mine, "activations")
@@ -44,8 +42,8 @@ def _figures(mine: Sequence[Round], base: Sequence[Round], adapter_bytes: int) -
         "ttft_p50_ms": _quantile(ttft, 0.50),
         "ttft_p99_ms": _quantile(ttft, 0.99),
         "wait_mean_ms": 1000 * statistics.fmean(r["wait"] for r in requests),
-        "ttft_ratio": _with_interval(ratios),
-        "round_seconds_ratio": _with_interval(spans),
+        "ttft_ratio": _ratio(mine, base, _ttft),
+        "seconds_ratio": _ratio(mine, base, lambda one: float(one["seconds"])),
         "prompt_tokens": sum(r["prompt"] for r in requests),
         "cached_local": sum(r["local"] for r in requests),
         "cached_external": external,
@@ -80,16 +78,20 @@ def _sum(rounds: Sequence[Round], name: str) -> float:
     return sum(one["counts"].get(name, 0) for one in rounds)
 
 
-def _mean_ttft(one: Round) -> float:
-    return statistics.fmean(r["ttft"] for r in one["requests"])
+def _ttft(one: Round) -> float:
+    return float(sum(r["ttft"] for r in one["requests"]))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-def _with_interval(ratios: Sequence[float]) -> list[float]:
-    return list(interval(ratios, random.Random(0)))
+def _ratio(
+    mine: Sequence[Round], base: Sequence[Round], value: Callable[[Round], float]
+) -> list[float]:
+    """[ratio of means, low, high]; rounds are the pairs."""
+    sides = ([value(one) for one in mine], [value(one) for one in base])
+    return list(ratio_of_sums(*sides, random.Random(0)))
 
 
 # ---- text ----------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ LOAD = LOADS["chat"].scaled(
     drift=3,
     pause=4,
     window=1,
-    gpu_blocks=12,
+    gpu_blocks=13,
+    max_model_len=320,
     host_gb=0.05,
     host_adapters=4,
 )
