@@ -115,20 +115,12 @@ class Instance:
         self._process.stdin.write(json.dumps([asdict(q) for q in questions]) + "\n")
         self._process.stdin.flush()
 
-    def answered(self) -> Counter[str] | None:
-        """Counters after the last `start`, or None while it still runs.
+    def wait(self) -> Counter[str]:
+        """Counters after the last `start`, once it ended.
 
         Raises:
             WrongError: an answer was wrong, or none came.
         """
-        try:
-            line = self._lines.get_nowait()
-        except Empty:
-            return None
-        return self._read(line)
-
-    def wait(self) -> Counter[str]:
-        """Counters after the last `start`, once it ended."""
         return self._next(2 * HUNG_S)
 
     def kill(self) -> None:
