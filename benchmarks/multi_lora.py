@@ -122,6 +122,7 @@ class Bench:
             "max_loras": max_loras,
             "rounds": count,
             "systems": report.summary(measured, self.adapter_bytes),
+            "comparisons": report.comparisons(measured),
         }
 
     def _enter(

@@ -15,6 +15,7 @@ from benchmarks.paired import ratio_of_sums
 from benchmarks.serving.systems import BASELINE, SYSTEMS, TOKEN_BYTES
 
 MB = 1 << 20
+_COMPARED = (("elora", "lmcache"), ("elora", "lru"), ("elora", "no-dependency"))
 Round = Mapping[str, Any]
 
 
@@ -26,6 +27,15 @@ def summary(rounds: Mapping[str, Sequence[Round]], adapter_bytes: int) -> dict[s
     """
     base = rounds[BASELINE]
     return {name: _figures(mine, base, adapter_bytes) for name, mine in rounds.items()}
+
+
+def comparisons(rounds: Mapping[str, Sequence[Round]]) -> dict[str, list[float]]:
+    """[ratio of mean TTFT, low, high] between systems other than vLLM alone."""
+    return {
+        f"{first} / {second}": _ratio(rounds[first], rounds[second], _ttft)
+        for first, second in _COMPARED
+        if first in rounds and second in rounds
+    }
 
 
 def _figures(mine: Sequence[Round], base: Sequence[Round], adapter_bytes: int) -> dict[str, Any]:
@@ -129,6 +139,8 @@ def text(case: Mapping[str, Any]) -> str:
             f"{one['adapter_activations']:12}{one['kv_out_mb']:10.1f}{one['kv_in_mb']:7.1f}"
             f"{one['adapter_mb']:12.1f}"
         )
+    for pair, (ratio, low, high) in case["comparisons"].items():
+        lines.append(f"mean TTFT {pair}: {ratio:.3f} [{low:.3f}, {high:.3f}]")
     for name, reason in case["skipped"].items():
         lines.append(f"not measured: {SYSTEMS[name].title}: {reason}")
     return "\n".join(lines) + "\n"
