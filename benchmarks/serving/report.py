@@ -51,6 +51,7 @@ def _figures(mine: Sequence[Round], base: Sequence[Round], adapter_bytes: int) -
         "ttft_mean_ms": statistics.fmean(ttft),
         "ttft_p50_ms": _quantile(ttft, 0.50),
         "ttft_p99_ms": _quantile(ttft, 0.99),
+        "ttft_of_rounds_ms": [1000 * _ttft(one) / len(one["requests"]) for one in mine],
         "wait_mean_ms": 1000 * statistics.fmean(r["wait"] for r in requests),
         "ttft_ratio": _ratio(mine, base, _ttft),
         "seconds_ratio": _ratio(mine, base, lambda one: float(one["seconds"])),
