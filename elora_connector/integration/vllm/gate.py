@@ -195,15 +195,27 @@ class AdapterGate:
         users = self.ledger.in_use()
         for lora_id, now in loaded.items():
             before = self._loads.get(lora_id)
-            if before is not None and before.load != now.load and lora_id in users:
+            if before is not None and before.load == now.load:
+                continue
+            if before is not None and lora_id in users:
                 # Weights were written under requests that may have been running.
                 outcome.tainted.add(lora_id)
-                outcome.changed.add(now.name)
-                self._cached.pop(now.name, None)
+                self._doubt(now.name, outcome)
+            elif self._cached.get(now.name, now.digest) != now.digest:
+                # Also under one that ended in that very step, and is no user any more.
+                self._doubt(now.name, outcome)
+        outcome.tainted.update(users & differing.keys())
+        for name in differing.values():
+            self._doubt(name, outcome)
         # Ranks reload at different steps: what users began with is remembered meanwhile.
         self._loads = {i: load for i, load in self._loads.items() if i in users} | loaded
         self.ledger.on_report(_acks(reports), min(self._rank_rpcs.values()), loaded)
         self._settle_disputes(differing, outcome)
+
+    def _doubt(self, name: str, outcome: ReportOutcome) -> None:
+        """Cached blocks of a name may be of several contents."""
+        outcome.changed.add(name)
+        self._cached.pop(name, None)
 
     def _settle_disputes(self, differing: Mapping[int, str], outcome: ReportOutcome) -> None:
         """Files that changed between two ranks' reads are read again before anybody fails."""
