@@ -58,6 +58,7 @@ def chaos_engine(model: str, url: str, kind: Kind) -> Iterator[Engine]:
         "lmcache.max_local_cpu_size": HOST_CHUNKS * CHUNK_BYTES / 1024**3,
         "lmcache.remote_url": url,
         "elora.fetch_deadline_ms": 1000,
+        "elora.prefetch": True,
         "elora.shutdown_flush_s": 0.5,
         "elora.remote.operation_timeout_ms": 250,
         "elora.remote.connect_timeout_ms": 250,

@@ -80,7 +80,7 @@ def test_no_dormant_block_outlives_a_valid_one(tiny: TinyModel, oracle: Oracle, 
     requests = load(20 + slots)
     with engine(tiny.model, connector=False, **options) as plain:
         before = sum(ask(plain, tiny, *one).cached for one in requests)
-    with engine(tiny.model, **options) as live:
+    with engine(tiny.model, {"elora.prefetch": True}, **options) as live:
         seen = watch(live)
         answers, misplaced = [], 0
         for one in requests:
@@ -98,7 +98,12 @@ def test_no_dormant_block_outlives_a_valid_one(tiny: TinyModel, oracle: Oracle, 
 class TestPrefetch:
     @pytest.fixture(scope="class")
     def live(self, tiny: TinyModel) -> Iterator[Engine]:
-        with engine(tiny.model, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS) as made:
+        with engine(
+            tiny.model,
+            {"elora.prefetch": True},
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=BLOCKS,
+        ) as made:
             yield made
 
     @staticmethod

@@ -199,6 +199,7 @@ def test_random_load_gives_the_oracles_tokens(
             "lmcache.remote_url": store.url,
             "elora.fetch_deadline_ms": 500,
             "elora.remote.operation_timeout_ms": 500,
+            "elora.prefetch": True,
             **SETTINGS,
         }
         with engine(

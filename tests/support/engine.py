@@ -42,6 +42,9 @@ SETTINGS: Mapping[str, Any] = {
     "lmcache.chunk_size": CHUNK,
     "lmcache.max_local_cpu_size": 0.1,
     "elora.check_invariants": True,
+    # KV that comes back to the GPU by itself would change which tier a hit is from;
+    # tests of prefetch, random load and chaos switch it on.
+    "elora.prefetch": False,
     # Tests assert hits; on a busy machine a look-up may take long and must not be given up.
     "elora.remote.lookup_timeout_ms": 10_000,
 }
