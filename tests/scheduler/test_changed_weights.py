@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scheduler_rig import CHUNK, VARIANTS, Rig, Variant, path_of, prompt
+from tests.support.scheduler_rig import CHUNK, VARIANTS, Rig, Variant, id_of, path_of, prompt
 
 TEXT = prompt(4 * CHUNK)
 
@@ -14,12 +14,16 @@ def until(rig: Rig, request: str, tokens: int) -> None:
         rig.step()
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("new", ["a", "b"])
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_a_request_that_ends_in_the_step_that_changed_its_weights(
-    variant: Variant, delay: int
+    variant: Variant, delay: int, new: str
 ) -> None:
-    """It is no user any more when the ranks report the change, and nobody asks for the new."""
+    """It is no user any more when the ranks report the change, and nobody asks for the new.
+
+    `new`: the name that its id has then.
+    """
     # Only vLLM's own cache can be hit: the rig compares what a request sees byte by byte.
     options = {"max_tokens_per_step": CHUNK, "remote": False}
     rig = Rig(variant, delay, 2, {"elora.retrieve": False}, **options)
@@ -27,8 +31,8 @@ def test_a_request_that_ends_in_the_step_that_changed_its_weights(
     mixed = rig.submit("a", TEXT, 1)
     until(rig, mixed, 3 * CHUNK)
     old = rig.disk.read(path_of("a"))
-    rig.change("a")
-    rig.add_lora("a", load_inplace=True)
+    rig.change(new)
+    rig.add_lora(new, load_inplace=True, lora_id=id_of("a"))
     rig.run(mixed)
     assert len(rig.answers[mixed].weights) == 2, "its last chunk was computed with the new ones"
     rig.disk.put_back(path_of("a"), old)

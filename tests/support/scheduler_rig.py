@@ -311,9 +311,11 @@ class Rig:
         answer = self.answers[request_id]
         answer.reason = answer.reason or "abort"
 
-    def add_lora(self, adapter: str, *, load_inplace: bool = False) -> None:
+    def add_lora(
+        self, adapter: str, *, load_inplace: bool = False, lora_id: int | None = None
+    ) -> None:
         """`/v1/load_lora_adapter`: past the scheduler, between two steps."""
-        self._rpc("add_lora", lora_request(adapter, load_inplace))
+        self._rpc("add_lora", lora_request(adapter, load_inplace, lora_id))
 
     def remove_lora(self, adapter: str) -> None:
         self.unguarded.add(id_of(adapter))

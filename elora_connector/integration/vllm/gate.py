@@ -197,16 +197,19 @@ class AdapterGate:
             before = self._loads.get(lora_id)
             if before is not None and before.load == now.load:
                 continue
-            if before is not None and lora_id in users:
-                # Weights were written under requests that may have been running.
+            # Weights were written under requests that may have been running,
+            mixed = before is not None and lora_id in users
+            if mixed:
                 outcome.tainted.add(lora_id)
-                self._doubt(now.name, outcome)
-            elif self._cached.get(now.name, now.digest) != now.digest:
-                # Also under one that ended in that very step, and is no user any more.
-                self._doubt(now.name, outcome)
+            # also under one that ended in that very step, and is no user any more.
+            for name in {now.name, now.name if before is None else before.name}:
+                if mixed or self._cached.get(name, now.digest) != now.digest:
+                    self._doubt(name, outcome)
         outcome.tainted.update(users & differing.keys())
-        for name in differing.values():
+        for lora_id, name in differing.items():
+            before = self._loads.get(lora_id)
             self._doubt(name, outcome)
+            self._doubt(name if before is None else before.name, outcome)
         # Ranks reload at different steps: what users began with is remembered meanwhile.
         self._loads = {i: load for i, load in self._loads.items() if i in users} | loaded
         self.ledger.on_report(_acks(reports), min(self._rank_rpcs.values()), loaded)
