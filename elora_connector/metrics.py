@@ -62,7 +62,6 @@ METRICS: tuple[Metric, ...] = (
     _counter("adapter_swap_ins", "Orders to bring an adapter into a tier", "tier"),
     _counter("adapter_prefetches", "Those of them that nobody waited for", "tier"),
     _counter("adapter_prefetches_used", "Prefetched adapters that were asked for while there"),
-    _counter("swap_bytes", "Bytes that entered or left a tier", "direction", "tier", "kind"),
     _counter(
         "lora_demand_seconds",
         "Time with (met) or without (short) 0.95 of the adapters that batches need on the GPU",

@@ -225,7 +225,9 @@ def test_case_23_a_thousand_cancels_during_lookup(
             # The next request does not stand in line behind a thousand dead look-ups.
             answer = live.ask(text, civil)
             assert (answer.tokens, answer.cached) == (want, 192)
-            assert seen("hit_tokens", "remote", "civil") == 192
+            # On a slow machine a fetch that was begun for a cancelled one has ended by now.
+            hits = {tier: seen("hit_tokens", tier, "civil") for tier in ("remote", "host")}
+            assert sorted(hits.values()) == [0, 192]
 
 
 @pytest.mark.redis
