@@ -41,7 +41,7 @@ def oracle(tiny: TinyModel) -> Iterator[Oracle]:
 
 @pytest.fixture(scope="module")
 def server(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """vLLM's prefix cache off: every cached token is ours."""
+    """vLLM's prefix cache off: every cached token is ours; two adapters in host memory."""
     directory = tmp_path_factory.mktemp("server")
     with RedisServer() as store:
         config = directory / "elora.yaml"
@@ -56,7 +56,7 @@ def server(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             directory,
             transfer=ELORA,
             config_file=config,
-            options=["--no-enable-prefix-caching"],
+            options=["--no-enable-prefix-caching", "--max-cpu-loras", "2"],
         )
         try:
             wait_for([made], ["base", *tiny.adapters])
