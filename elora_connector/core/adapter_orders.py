@@ -56,7 +56,8 @@ class Placing(enum.Enum):
 class Order:
     """Make one adapter resident; `lora_id` None: only evict.
 
-    Mutable until shipped.  `read` is set once every rank has the weights in hand.
+    Mutable until shipped.  `read` is set once every rank has the weights in hand, `outrun`
+    when a look at the files was asked for that the workers may have had before.
     """
 
     seq: int
@@ -67,6 +68,7 @@ class Order:
     evict: tuple[int, ...] = ()
     displace: tuple[int, ...] = ()
     read: bool = False
+    outrun: bool = False
 
     @property
     def granted(self) -> bool:

@@ -92,9 +92,14 @@ class OrderBook:
         self._places.moved(entry)
 
     def strengthen(self, order: Order, check: Check) -> None:
-        """Let a worker look harder, if it was not told to look yet."""
+        """Let a worker look harder, if it was not told to look yet.
+
+        One that was may have looked already, before the files changed: another look follows.
+        """
         if order in self._outbox:
             order.check = max(order.check, check)
+        else:
+            order.outrun = True
 
     def is_shipped(self, order: Order) -> bool:
         """Have the workers been told all of it?"""
@@ -111,7 +116,7 @@ class OrderBook:
             if acks.ended(order.seq):
                 # Also after a failed re-check: the old weights are there, and usable.
                 entry.order = None
-                if order.check >= entry.check:
+                if order.check >= entry.check and not order.outrun:
                     entry.check = Check.NONE
                 ended.append(entry)
         self._open = {seq: order for seq, order in self._open.items() if not acks.ended(seq)}

@@ -561,6 +561,43 @@ def test_a_check_does_not_take_back_an_activation_under_way() -> None:
     assert (check.placing, check.check) == (Placing.IN_PLACE, Check.IF_CHANGED)
 
 
+def _read_for_the_first_time(ledger: AdapterLedger) -> Order:
+    """A re-check was asked for before the weights left; they are being read again."""
+    ledger.register(1, "n1")
+    ledger.places[1].check = Check.IF_CHANGED
+    assert ledger.admit("r", 1, 0.0) is Gate.LOADING
+    (order,) = ledger.orders.take_orders()
+    assert (order.placing, order.check) == (Placing.ON_GRANT, Check.IF_CHANGED)
+    return order
+
+
+def _looked_at_again(ledger: AdapterLedger) -> Order:
+    ledger.on_report(Acks(0), 0, _one(1))
+    ledger.register(1, "n1", Check.IF_CHANGED)
+    (order,) = ledger.orders.take_orders()
+    assert (order.placing, order.check) == (Placing.IN_PLACE, Check.IF_CHANGED)
+    return order
+
+
+@pytest.mark.parametrize("begin", [_read_for_the_first_time, _looked_at_again])
+def test_a_look_from_before_a_request_came_does_not_count_for_it(
+    begin: Callable[[AdapterLedger], Order],
+) -> None:
+    """The files may have changed between the workers' look and the request."""
+    ledger = AdapterLedger(1, 1)
+    order = begin(ledger)
+    ledger.register(1, "n1", Check.IF_CHANGED)
+    if order.placing is Placing.ON_GRANT:
+        read_and_grant(ledger, "r", 1)
+    ledger.on_report(Acks(order.seq), 0, _one(1))
+    assert ledger.identity(1) is None
+    assert ledger.admit("r", 1, 0.0) is Gate.LOADING
+    (again,) = ledger.orders.take_orders()
+    assert (again.placing, again.check) == (Placing.IN_PLACE, Check.IF_CHANGED)
+    ledger.on_report(Acks(again.seq), 0, _one(1))
+    assert ledger.admit("r", 1, 0.0) is Gate.READY
+
+
 def test_what_a_call_threw_out_is_gone_also_under_an_open_order() -> None:
     ledger = AdapterLedger(2, 2)
     both = {**_one(1), **_one(2)}
