@@ -227,7 +227,8 @@ def test_tls_with_a_client_certificate(
         url = proxy.url.replace("rediss://", "valkeys://")
         tier = connect(url, ssl_ca=cert, ssl_cert=cert, ssl_key=key, fail_open=False)
         assert works(tier)
-        with pytest.raises(ConfigError, match="it may ask for a certificate"):
+        # Where the server has closed before its alert was read, there is only an end.
+        with pytest.raises(ConfigError, match=r"it may ask for a certificate|EOF occurred"):
             connect(proxy.url, ssl_ca=cert, fail_open=False)
     with shared_server.client() as admin:
         admin.flushall()
