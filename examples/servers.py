@@ -67,12 +67,18 @@ def engine_environment(config_file: Path | None = None) -> dict[str, str]:
 
 
 def write_config(path: Path, redis_url: str, chunk_size: int = 64) -> Path:
-    """Write the YAML that the connector reads: host memory plus one Redis."""
+    """Write the YAML that the connector reads: host memory plus one Redis.
+
+    What comes from host memory and from Redis is to be seen here, so no KV returns to the
+    GPU while it idles, and a model this small is not simply recomputed.
+    """
     path.write_text(
         f"chunk_size: {chunk_size}\n"
         "local_cpu: true\n"
         "max_local_cpu_size: 0.25\n"
         f"remote_url: {redis_url}\n"
+        "extra_config:\n"
+        "  elora: {prefetch: false, load_or_recompute: {enabled: false}}\n"
     )
     return path
 
