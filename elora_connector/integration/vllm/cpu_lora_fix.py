@@ -63,8 +63,13 @@ def keeps_base_rows(name: str, operator: Callable[..., Any]) -> bool:
     return bool((output[0] == 0).all()) and bool((output[1] == 2).all())
 
 
+def _all_have_adapters(indices: torch.Tensor) -> bool:
+    """True of most batches, and asked some sixty times a step: one reduction, no more."""
+    return not indices.numel() or int(indices.min()) >= 0
+
+
 def _rows_without(indices: torch.Tensor) -> torch.Tensor:
-    """Rows without an adapter; in most batches there are none, and nothing is to be saved."""
+    """Positions of the rows without an adapter."""
     return torch.nonzero(indices < 0).flatten()
 
 
@@ -77,10 +82,12 @@ def _masked_shrink(original: Callable[..., Any]) -> Callable[..., Any]:
         lora_indices_tensor: torch.Tensor,
         scaling: float = 1.0,
     ) -> None:
-        without = _rows_without(lora_indices_tensor)
-        slots = lora_indices_tensor.clamp(min=0) if len(without) else lora_indices_tensor
+        if _all_have_adapters(lora_indices_tensor):
+            original(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+            return
+        slots = lora_indices_tensor.clamp(min=0)
         original(inputs, lora_b_weights, output_tensor, slots, scaling)
-        output_tensor[without] = 0
+        output_tensor[_rows_without(lora_indices_tensor)] = 0
 
     return bgmv_shrink
 
@@ -97,11 +104,15 @@ def _masked_expand(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        if _all_have_adapters(lora_indices_tensor):
+            original(inputs, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
+            return
         # vLLM may pass more indices than output rows.
         without = _rows_without(lora_indices_tensor[: output_tensor.shape[0]])
-        slots = lora_indices_tensor.clamp(min=0) if len(without) else lora_indices_tensor
         before = output_tensor[without]
-        original(inputs, lora_b_weights, output_tensor, slots, *args, **kwargs)
+        original(
+            inputs, lora_b_weights, output_tensor, lora_indices_tensor.clamp(min=0), *args, **kwargs
+        )
         output_tensor[without] = before
 
     return bgmv_expand
