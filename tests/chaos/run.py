@@ -53,14 +53,10 @@ class Run:
         """Faults until enough requests are done; at least every kind once."""
         self._requests(2 * self.least)
         for names in self._schedule():
-            for _ in range(ATTEMPTS):
-                struck = self._fault(names)
-                self._good()
-                if struck:
-                    break
-            else:
-                raise WrongError(f"the fault {names} never struck")
-            self.watch.look(self.world)
+            self._until_struck(names)
+        for name in faults(self.world.kind):  # a companion hid it each time
+            if not self.struck[name]:
+                self._until_struck([name])
         self.world.load.drain()
 
     def figures(self) -> list[str]:
@@ -104,6 +100,15 @@ class Run:
                     names.append(rng.choice(_companions(name)))
                 yield names
             first = False
+
+    def _until_struck(self, names: Sequence[str]) -> None:
+        for _ in range(ATTEMPTS):
+            struck = self._fault(names)
+            self._good()
+            self.watch.look(self.world)
+            if struck:
+                return
+        raise WrongError(f"the fault {names} never struck")
 
     def _fault(self, names: Sequence[str]) -> bool:
         """Requests under one fault or two; did they (two: or may they) feel it?"""
