@@ -8,6 +8,8 @@ we broke our own rules (`InvariantError`).
 
 from __future__ import annotations
 
+import os
+
 
 class EloraError(Exception):
     """Base of every error raised by this package."""
@@ -44,3 +46,18 @@ class CodecError(EloraError):
         super().__init__(message)
         self.reason = reason
         self.ours = ours
+
+
+class TraceError(EloraError):
+    """A request trace cannot be read; names the file, the line and what is wrong there.
+
+    Args:
+        path: the file.
+        line: counted from 1; 0 where the file as a whole is meant.
+        message: what was expected and what was found.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], line: int, message: str) -> None:
+        place = f"{os.fspath(path)}:{line}" if line else os.fspath(path)
+        super().__init__(f"{place}: {message}")
+        self.line = line
