@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from elora_connector import __version__
+from elora_connector.cli.bound import bound
 from elora_connector.cli.config import config
 from elora_connector.cli.doctor import doctor
 from elora_connector.cli.inspect import inspect
@@ -41,6 +42,6 @@ def _options(
     """Options of the command itself."""
 
 
-_COMMANDS: tuple[Any, ...] = (config, doctor, inspect, purge, verify)
+_COMMANDS: tuple[Any, ...] = (bound, config, doctor, inspect, purge, verify)
 for _command in _COMMANDS:
     app.command()(_command)

@@ -26,7 +26,7 @@ _LOADED_BYTES: Final = {"float32": 2, "float16": 2, "bfloat16": 2}
 
 
 class ModelError(EloraError):
-    """A model, machine or module list that has no sizes we can compute."""
+    """A model, deployment or module list that has no sizes we can compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ H800: Final = Gpu("H800", 80 * GB, 989.4e12, 3.35e12, 50e9)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Deployment:
     """A model on a group of equal GPUs (tensor parallel).
 
     Attributes:
@@ -269,6 +269,11 @@ class Machine:
         """Tokens of prompt per second, without attention over long contexts."""
         return self.gpus * self.gpu.flops * self.mfu / self.model.flops_per_token
 
+    @property
+    def link_bytes_s(self) -> float:
+        """From host memory, all ranks side by side."""
+        return self.gpus * self.gpu.host_bytes_s
+
     def break_even_bytes_s(self, prefill_tokens_s: float | None = None) -> float:
         """Bandwidth below which loading KV takes longer than computing it again."""
         speed = self.prefill_tokens_s if prefill_tokens_s is None else prefill_tokens_s
@@ -279,10 +284,10 @@ class Machine:
         return int(self.pool_bytes * ratio) // self.model.lora_bytes(rank)
 
 
-MACHINES: Final = {
-    "llama3-8b": Machine(LLAMA3_8B, gpus=1),
-    "llama2-34b": Machine(LLAMA2_34B, gpus=4),
-    "codellama-34b": Machine(MODELS["codellama-34b"], gpus=4),
-    "llama3-70b": Machine(LLAMA3_70B, gpus=8),
+DEPLOYMENTS: Final = {
+    "llama3-8b": Deployment(LLAMA3_8B, gpus=1),
+    "llama2-34b": Deployment(LLAMA2_34B, gpus=4),
+    "codellama-34b": Deployment(MODELS["codellama-34b"], gpus=4),
+    "llama3-70b": Deployment(LLAMA3_70B, gpus=8),
 }
 """The paper's set-ups: 1, 4 and 8 x H800."""
