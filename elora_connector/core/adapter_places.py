@@ -23,6 +23,7 @@ class Entry:
     Attributes:
         digest, load: content and load of the weights that are registered; None, (): unknown.
         known: last reported identity, kept when the weights are gone.
+        fits: digest of the content that was last reported in a GPU slot, kept as well.
         order: the order for it that has not ended.
         check: strongest check to be made before the digest is believed again.
         users: admitted requests.
@@ -33,6 +34,7 @@ class Entry:
     digest: bytes | None = None
     load: tuple[int, ...] = ()
     known: Identity | None = None
+    fits: bytes | None = None
     nbytes: int = 0
     in_host: bool = False
     in_slot: bool = False
@@ -74,6 +76,8 @@ class Entry:
         self.pinned = loaded.pinned
         self.nbytes = loaded.nbytes
         self.known = Identity(loaded.name, loaded.digest)
+        if loaded.in_slot:
+            self.fits = loaded.digest
 
 
 def _state(is_there: bool, counts: bool) -> Residency:

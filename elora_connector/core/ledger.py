@@ -17,7 +17,9 @@ Rules (each one closes a hang or a wrong answer that was observed):
   is past its deadline.
 * Only adapters outside *taken* are evicted.  From the grant on they count as gone.
 * An adapter counts as resident only after every rank acknowledged the order **and**
-  reported the content digest of that load.
+  reported the content digest of that load.  Weights that every rank holds in host memory,
+  reported and unchanged, and that have been in a slot before, need no such answer: ranks
+  place them before the forward of the step that brings the order.
 * Two ids under one name never run together: vLLM's workers tell them apart by name.
 """
 
@@ -215,7 +217,7 @@ class AdapterLedger:
         if self._resident(entry):
             return Gate.READY
         self._bring(entry, now)
-        return Gate.LOADING
+        return Gate.READY if self._enters_with_step(entry) else Gate.LOADING
 
     def scheduled(self, request_id: str, lora_id: int) -> None:
         """The request got its blocks: it is a user now, the hold ends."""
@@ -365,6 +367,18 @@ class AdapterLedger:
     def _resident(self, entry: Entry) -> bool:
         placed = entry.in_slot if self.level is Level.SLOT else entry.in_host
         return placed and entry.digest is not None and self.verified(entry.lora_id)
+
+    def _enters_with_step(self, entry: Entry) -> bool:
+        """Do ranks put known weights into a slot before the forward of the order's step?
+
+        Only content that was in a slot before: what does not fit the model is found out
+        before a batch depends on it.
+        """
+        order = entry.order
+        if order is None or not (order.granted and order.activate and entry.in_host):
+            return False
+        known = entry.digest is not None and self.verified(entry.lora_id)
+        return known and entry.digest == entry.fits
 
     def _in_hand(self, entry: Entry) -> bool:
         """All ranks have the weights, or will have them in a place granted already."""

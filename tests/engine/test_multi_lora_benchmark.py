@@ -85,6 +85,14 @@ def test_counts_are_exact(played: Played) -> None:
     assert sum(c["loads"] for c in counts) == len(set(adapters))
 
 
+def test_an_adapter_that_had_the_slot_before_comes_back_at_once(played: Played) -> None:
+    known: set[int] = set()
+    for request, told in zip(played.requests, played.told, strict=True):
+        if request.adapter in known:
+            assert told["deferrals"] == 0
+        known.add(request.adapter)
+
+
 def test_a_later_turn_is_served_from_a_cache(played: Played) -> None:
     seen: dict[int, int] = {}
     for request, told in zip(played.requests, played.told, strict=True):

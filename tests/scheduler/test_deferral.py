@@ -52,6 +52,36 @@ def test_host_hit_of_a_resident_adapter_never_waits(
     rig.drain()
 
 
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_an_adapter_that_comes_back_to_its_slot_costs_no_step(variant: Variant, delay: int) -> None:
+    """As in plain vLLM: its weights are placed in the step that runs its request."""
+    rig = Rig(variant, delay, ranks=2, max_loras=1, max_cpu_loras=2, remote=False)
+    for adapter in ("a", "b", "a", "b"):
+        rig.run(rig.submit(adapter, prompt(LENGTH)))
+        rig.settle()
+    for adapter in ("a", "b", "a"):
+        (answer,) = rig.run(rig.submit(adapter, prompt(LENGTH)))
+        assert (answer.deferrals, answer.started) == (0, answer.arrived)
+        assert answer.hit == 32, "its KV waited in the host tier or dormant"
+    rig.drain()
+
+
+def steps_of(*, connector: bool) -> list[int]:
+    """Steps from arrival to first token of requests that share one slot."""
+    rig = Rig(SYNC, connector=connector, max_loras=1, max_cpu_loras=2, remote=False)
+    for adapter in ("a", "b", "a"):
+        rig.run(rig.submit(adapter, prompt(9)))
+    asked = [rig.submit(adapter, prompt(9, 1), max_tokens=3) for adapter in "aabbaba"]
+    rig.run()
+    rig.drain()
+    return [int(rig.answers[rid].started) - rig.answers[rid].arrived for rid in asked]
+
+
+def test_turns_in_one_slot_are_those_of_plain_vllm() -> None:
+    assert steps_of(connector=True) == steps_of(connector=False)
+
+
 def test_no_lookup_when_local_hits_cover_the_prompt() -> None:
     rig = Rig(SYNC, host_slots=1)
     rig.run(rig.submit("a", prompt(LENGTH)))

@@ -157,6 +157,9 @@ class RigRank:
 
     def _enter(self, batch: Sequence[str]) -> None:
         loras = {r.lora_int_id: r for rid in batch if (r := self.requests[rid].lora) is not None}
+        if self.adapters.agent is not None:
+            # What `apply` does first: orders are carried out; vLLM itself must place nothing.
+            self.adapters.agent.enter_step(frozenset(loras))
         for lora_id in loras:
             if self.side is not None and self.gated(lora_id) and not self.adapters.in_slot(lora_id):
                 raise WrongBytesError(f"rank {self.index}: adapter {lora_id} runs without a slot")

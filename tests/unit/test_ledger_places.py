@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from elora_connector.core.ledger import Acks, AdapterLedger, Gate, Grant, Loaded
+import pytest
+
+from elora_connector.core.ledger import Acks, AdapterLedger, Check, Gate, Grant, Loaded, Placing
 
 
-def loaded(lora_id: int, *, pinned: bool = False, in_slot: bool = True) -> dict[int, Loaded]:
-    digest = bytes([lora_id]) * 32
+def loaded(
+    lora_id: int, *, pinned: bool = False, in_slot: bool = True, content: int = 0
+) -> dict[int, Loaded]:
+    digest = bytes([lora_id, content]) * 16
     return {lora_id: Loaded(lora_id, f"a{lora_id}", digest, (lora_id,), in_slot, pinned)}
 
 
@@ -47,6 +51,46 @@ def test_a_pinned_adapter_is_nobodys_victim() -> None:
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
     assert ledger.admit("r2", 2, 0.0) is Gate.LOADING
     assert ledger.taken() == {1, 3}
+
+
+def ledger_that_displaced(first: dict[int, Loaded]) -> AdapterLedger:
+    """Adapter 1 as in `first`, then without a slot, which adapter 2 has."""
+    ledger = ledger_with(1, 2)
+    ledger.on_report(Acks(0), 0, first)
+    ledger.on_report(Acks(0), 0, {**loaded(1, in_slot=False), **loaded(2)})
+    return ledger
+
+
+def test_weights_that_were_in_a_slot_before_enter_with_the_step_of_their_order() -> None:
+    ledger = ledger_that_displaced(loaded(1))
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+    assert not ledger.resident(1), "no rank has said so yet"
+    assert not ledger.resident(2)
+    assert ledger.identity(1) is not None
+    (order,) = ledger.orders.take_orders()
+    assert (order.placing, order.activate, order.displace) == (Placing.NOW, True, (2,))
+    ledger.scheduled("r1", 1)
+    assert ledger.admit("later", 1, 0.0) is Gate.READY, "also once it was shipped"
+    assert ledger.orders.take_orders() == []
+    assert ledger.admit("r2", 2, 0.0) is Gate.NO_SLOT
+
+
+@pytest.mark.parametrize("before", [loaded(1, in_slot=False), loaded(1, content=9)])
+def test_weights_that_no_slot_has_held_wait_for_the_answer(before: dict[int, Loaded]) -> None:
+    """They may not fit the model, and no batch may depend on them then."""
+    ledger = ledger_that_displaced(before)
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+    (order,) = ledger.orders.take_orders()
+    assert (order.placing, order.displace) == (Placing.NOW, (2,))
+    ledger.on_report(Acks(order.seq), 0, {**loaded(1), **loaded(2, in_slot=False)})
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+
+
+def test_weights_in_doubt_do_not_enter_with_the_step_of_their_order() -> None:
+    ledger = ledger_that_displaced(loaded(1))
+    assert ledger.admit("r1", 1, 0.0) is Gate.READY
+    ledger.register(1, "a1", Check.IF_CHANGED)
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
 
 
 def test_a_withdrawn_order_gives_the_places_back() -> None:
