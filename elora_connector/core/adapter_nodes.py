@@ -113,7 +113,7 @@ class AdapterNodes:
             return
         if node.ready(tier):
             self.moved["out", tier] += node.nbytes
-        if tier is Tier.GPU and node.resident_children[tier]:
+        if tier is Tier.GPU and node.counts[tier]:
             # vLLM's blocks are no hit any more; that is a fact, whatever they were to us.
             for below in self._tree.descendants(node):
                 self._tree.set_absent(below, tier)

@@ -12,6 +12,7 @@ from elora_connector.core.leaves import next_copy
 from elora_connector.core.node import (
     NO_SLOT,
     NOT_LISTED,
+    PINS,
     TIERS,
     UNLISTED,
     AdapterNode,
@@ -69,7 +70,22 @@ def _check_shape(tree: DependencyTree, nodes: list[Node]) -> None:
         )
     reached = {below for adapter in tree.adapters for below in tree.descendants(adapter)}
     _demand(reached == set(tree.chunks), "I1", "chunks reachable from adapters are not the index")
-    _demand(len({n.seq for n in nodes}) == len(nodes), "I1", "creation numbers repeat")
+    _check_numbers(tree, nodes)
+
+
+def _check_numbers(tree: DependencyTree, nodes: list[Node]) -> None:
+    """Chunks with one creation number are a chain; or two leaves could tie."""
+    lowest = {node.seq: node for node in nodes}
+    above: set[Node] = set()
+    for low in lowest.values():
+        node = low.parent
+        while node is not None and node.seq == low.seq:
+            above.add(node)
+            node = node.parent
+    _demand(
+        len(lowest) + len(above) == len(nodes), "I1", "creation numbers repeat beside each other"
+    )
+    _demand(tree.dependency_rule or not above, "I1", "creation numbers repeat without the rule")
 
 
 def _check_node(node: Node, dependency_rule: bool) -> None:
@@ -98,9 +114,9 @@ def _check_children(tree: DependencyTree, nodes: list[Node]) -> None:
             counts[node.parent][tier] += node.resident(tier)
     for node, expected in counts.items():
         _demand(
-            node.resident_children == tuple(expected),
+            node.counts[:PINS] == tuple(expected),
             "I3",
-            f"{node!r} counts resident children {node.resident_children}, has {expected}",
+            f"{node!r} counts resident children {node.counts[:PINS]}, has {expected}",
         )
         for tier in TIERS:
             stays = rule and node is not tree.root and needs_to_stay(node, tier)
@@ -122,7 +138,7 @@ def _check_tables(tree: DependencyTree, nodes: list[Node]) -> None:
             _demand(node.ready(tier), "I2", f"{node!r} is not READY and listed in {tier.name}")
         for node in nodes:
             free = node.ready(tier) and not node.pins
-            leaf = free and not (tree.dependency_rule and node.resident_children[tier])
+            leaf = free and not (tree.dependency_rule and node.counts[tier])
             _demand(
                 leaf == (node.rows[tier] != NOT_LISTED),
                 "I3",

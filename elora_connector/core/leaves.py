@@ -208,8 +208,9 @@ class LeafTable:
     def touched(self, node: Node) -> None:
         """Copy the use of a listed node again."""
         row = node.rows[self.tier]
-        self._last[row] = node.last_use
-        self._weight[row] = node.weight
+        run = node.run
+        self._last[row] = run.last_use
+        self._weight[row] = run.weight
         self.changes += 1
 
     def reload_weights(self) -> None:
@@ -243,11 +244,12 @@ class LeafTable:
         return row
 
     def _write(self, row: int, node: Node) -> None:
-        self._last[row] = node.last_use
-        self._weight[row] = node.weight
-        self._nbytes[row] = node.nbytes
-        self._seq[row] = node.seq
-        self._adapter[row] = -1 if node.adapter is None else node.adapter.index
+        run = node.run
+        self._last[row] = run.last_use
+        self._weight[row] = run.weight
+        self._nbytes[row] = run.nbytes
+        self._seq[row] = run.seq
+        self._adapter[row] = -1 if run.adapter is None else run.adapter.index
         self._is_adapter[row] = node.kind is NodeKind.ADAPTER
         self._copy[row] = next_copy(node, self.tier)
 

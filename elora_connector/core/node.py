@@ -1,13 +1,14 @@
 """Vertices of the dependency tree.  Fields are written by `tree.py` and `leaves.py` only.
 
-There may be a million of them, so what most nodes have alike is shared: the triples of
-residencies, child counts and rows are tuples out of a common store, and a node with one
-child needs no dictionary for it.
+There may be a million of them, so what many nodes have alike is shared: the triples of
+residencies, child counts and rows are tuples out of a common store, a chain of chunks that
+were made and used together has one `Run`, and a node with one child needs no dictionary.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -19,6 +20,7 @@ TIERS: Final = tuple(Tier)
 
 States = tuple[Residency, Residency, Residency]
 Triple = tuple[int, int, int]
+Counts = tuple[int, int, int, int]
 
 UNLISTED: Final[Triple] = (NOT_LISTED, NOT_LISTED, NOT_LISTED)
 """`Node.rows` of a node in no LeafTable; always this very object."""
@@ -27,11 +29,22 @@ _STATES: Final[dict[States, States]] = {
     (g, h, r): (g, h, r) for g in Residency for h in Residency for r in Residency
 }
 _SMALL: Final = 4
-_COUNTS: Final[dict[Triple, Triple]] = {
-    (g, h, r): (g, h, r) for g in range(_SMALL) for h in range(_SMALL) for r in range(_SMALL)
+_COUNTS: Final[dict[Counts, Counts]] = {
+    (g, h, r, p): (g, h, r, p) for g, h, r, p in itertools.product(range(_SMALL), repeat=4)
 }
 _NOWHERE: Final[States] = _STATES[Residency.ABSENT, Residency.ABSENT, Residency.ABSENT]
-NO_CHILDREN: Final[Triple] = _COUNTS[0, 0, 0]
+NO_COUNTS: Final[Counts] = _COUNTS[0, 0, 0, 0]
+PINS: Final = 3
+"""Where `Node.counts` has the pins, after the children of each tier."""
+
+NO_PLACE: Final = -1
+_SLOT_BITS: Final = 32
+_SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
+
+
+def place_of(slot: int, generation: int) -> int:
+    """One number for a slot and its generation, as `Node.place` keeps them."""
+    return NO_PLACE if slot == NO_SLOT else generation << _SLOT_BITS | slot
 
 
 def with_state(states: States, tier: Tier, state: Residency) -> States:
@@ -42,15 +55,17 @@ def with_state(states: States, tier: Tier, state: Residency) -> States:
     return _STATES[(state, host, remote) if tier is Tier.GPU else (gpu, host, state)]
 
 
-def with_count(counts: Triple, tier: Tier, change: int) -> Triple:
-    """`counts` with `change` added in one tier, shared while all are small."""
-    gpu, host, remote = counts
-    if tier is Tier.HOST:
-        changed = gpu, host + change, remote
-    elif tier is Tier.GPU:
-        changed = gpu + change, host, remote
+def with_count(counts: Counts, which: int, change: int) -> Counts:
+    """`counts` with `change` added for one tier or PINS, shared while all are small."""
+    gpu, host, remote, pins = counts
+    if which == Tier.HOST:
+        changed = gpu, host + change, remote, pins
+    elif which == PINS:
+        changed = gpu, host, remote, pins + change
+    elif which == Tier.GPU:
+        changed = gpu + change, host, remote, pins
     else:
-        changed = gpu, host, remote + change
+        changed = gpu, host, remote + change, pins
     return _COUNTS.get(changed, changed)
 
 
@@ -73,67 +88,119 @@ class NodeKind(enum.IntEnum):
     CHUNK = 1
 
 
+class Run:
+    """What nodes on one path that were made and used together have alike; never changed.
+
+    A visit of some of them gives those a new one (`used`), so that a path has as many as
+    there were places where requests ended or parted.
+
+    Attributes:
+        adapter: the adapter above (itself for an adapter, None for the root).
+        seq: creation number, the tie-break between equal scores.
+        nbytes: size over one rank.
+        last_use: time of the last touch (creation before the first one), seconds.
+        weight: visits in the inflated unit of `leaves.VisitClock`.
+    """
+
+    __slots__ = ("adapter", "last_use", "nbytes", "seq", "weight")
+
+    def __init__(
+        self, adapter: AdapterNode | None, seq: int, nbytes: int, last_use: float, weight: float
+    ) -> None:
+        self.adapter = adapter
+        self.seq = seq
+        self.nbytes = nbytes
+        self.last_use = last_use
+        self.weight = weight
+
+    def used(self, now: float, gain: float) -> Run:
+        """After a visit at `now` that weighs `gain`."""
+        return Run(self.adapter, self.seq, self.nbytes, now, self.weight + gain)
+
+    def scaled(self, factor: float) -> Run:
+        """With another unit of weight."""
+        return Run(self.adapter, self.seq, self.nbytes, self.last_use, self.weight * factor)
+
+    def resized(self, nbytes: int) -> Run:
+        """With another size."""
+        return Run(self.adapter, self.seq, nbytes, self.last_use, self.weight)
+
+
 class Node:
     """One chunk, or (as `AdapterNode`) one adapter, or the virtual root.
 
     Attributes:
         key: chunk key; empty for an adapter and the root.
         parent: None for the root and for a node that left the tree.
-        adapter: the adapter above (itself for an adapter, None for the root).
-        nbytes: size over one rank, counted in every tier where the node is resident.
-        state: residency per tier.
-        resident_children: children PENDING or READY, per tier.
+        run: what it shares with its neighbours.
+        state: residency per tier; `nbytes` count in every tier where it is resident.
+        counts: children PENDING or READY, per tier; then the pins (see PINS).
         rows: row in each tier's LeafTable, NOT_LISTED when it is in none.
-        pins: eviction and pruning are off while positive.
-        weight: visits in the inflated unit of `leaves.VisitClock`.
-        last_use: time of the last touch (creation before the first one), seconds.
-        seq: creation number, the tie-break between equal scores.
-        slot, generation: place in the host buffer while resident there.
+        place: slot and generation in the host buffer while resident there.
     """
 
     __slots__ = (
         "_children",
-        "adapter",
-        "generation",
+        "counts",
         "key",
-        "last_use",
-        "nbytes",
         "parent",
-        "pins",
-        "resident_children",
+        "place",
         "rows",
-        "seq",
-        "slot",
+        "run",
         "state",
-        "weight",
     )
 
     kind: NodeKind = NodeKind.CHUNK
 
-    def __init__(
-        self,
-        key: ChunkKey,
-        parent: Node | None,
-        adapter: AdapterNode | None,
-        *,
-        nbytes: int,
-        seq: int,
-        now: float,
-    ) -> None:
+    def __init__(self, key: ChunkKey, parent: Node | None, run: Run) -> None:
         self.key = key
         self.parent = parent
-        self.adapter = adapter
-        self.nbytes = nbytes
-        self.seq = seq
-        self.last_use = now
-        self.weight = 0.0
-        self.pins = 0
-        self.slot = NO_SLOT
-        self.generation = 0
+        self.run = run
+        self.place = NO_PLACE
         self.state = _NOWHERE
-        self.resident_children = NO_CHILDREN
+        self.counts = NO_COUNTS
         self.rows = UNLISTED
         self._children: Node | dict[ChunkKey, Node] | None = None
+
+    @property
+    def adapter(self) -> AdapterNode | None:
+        """The adapter above; itself for an adapter, None for the root."""
+        return self.run.adapter
+
+    @property
+    def pins(self) -> int:
+        """Eviction and pruning are off while positive."""
+        return self.counts[PINS]
+
+    @property
+    def slot(self) -> int:
+        """Slot of the host buffer, or NO_SLOT."""
+        return NO_SLOT if self.place == NO_PLACE else self.place & _SLOT_MASK
+
+    @property
+    def generation(self) -> int:
+        """Which use of the slot; 0 without one."""
+        return 0 if self.place == NO_PLACE else self.place >> _SLOT_BITS
+
+    @property
+    def seq(self) -> int:
+        """Creation number, see `Run`."""
+        return self.run.seq
+
+    @property
+    def nbytes(self) -> int:
+        """Size over one rank."""
+        return self.run.nbytes
+
+    @property
+    def last_use(self) -> float:
+        """Time of the last touch, or of creation; seconds."""
+        return self.run.last_use
+
+    @property
+    def weight(self) -> float:
+        """Visits in the inflated unit of `leaves.VisitClock`."""
+        return self.run.weight
 
     @property
     def children(self) -> Mapping[ChunkKey, Node]:
@@ -227,8 +294,9 @@ class AdapterNode(Node):
         nbytes: int,
         seq: int,
         now: float,
+        weight: float,
     ) -> None:
-        super().__init__(ChunkKey(b""), root, self, nbytes=nbytes, seq=seq, now=now)
+        super().__init__(ChunkKey(b""), root, Run(self, seq, nbytes, now, weight))
         self.identity = identity
         self.index = index
         self.always_resident = always_resident

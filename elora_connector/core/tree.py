@@ -16,13 +16,17 @@ from typing import Final
 
 from elora_connector.core.leaves import LeafTable, VisitClock
 from elora_connector.core.node import (
-    NO_CHILDREN,
+    NO_COUNTS,
+    NO_PLACE,
     NO_SLOT,
+    PINS,
     TIERS,
     UNLISTED,
     AdapterNode,
     Node,
     NodeKind,
+    Run,
+    place_of,
     with_count,
     with_state,
 )
@@ -76,7 +80,8 @@ class DependencyTree:
         self._clear()
 
     def _clear(self) -> None:
-        self.root = Node(ChunkKey(b""), None, None, nbytes=0, seq=-1, now=0.0)
+        self.root = Node(ChunkKey(b""), None, Run(None, -1, 0, 0.0, 0.0))
+        self._newest: Node = self.root
         self._adapters: dict[Identity, AdapterNode] = {}
         self._index: dict[ChunkKey, Node] = {}
         self._used = [[0] * len(TIERS) for _ in NodeKind]
@@ -191,8 +196,8 @@ class DependencyTree:
                 nbytes=nbytes,
                 seq=self._take_seq(),
                 now=now,
+                weight=self._first_weight(now),
             )
-            node.weight = self._first_weight(now)
             self._next_adapter += 1
             self._adapters[identity] = node
             self.adapter_changes += 1
@@ -240,17 +245,10 @@ class DependencyTree:
                 raise InvariantError(f"I1: {node!r} exists under another parent than {parent!r}")
             return node
         self._require_attached(parent)
-        node = Node(
-            key,
-            parent,
-            parent.adapter,
-            nbytes=self.chunk_nbytes if nbytes is None else nbytes,
-            seq=self._take_seq(),
-            now=now,
-        )
-        self._index[key] = node
+        size = self.chunk_nbytes if nbytes is None else nbytes
+        node = Node(key, parent, self._newborn_run(parent, size, now))
+        self._index[key] = self._newest = node
         parent.adopt(node)
-        node.weight = self._newborn_weight(parent, now)
         return node
 
     def prune(self, node: Node) -> int:
@@ -274,7 +272,7 @@ class DependencyTree:
         for tier in TIERS:
             if node.resident(tier):
                 self._used[node.kind][tier] += nbytes - node.nbytes
-        node.nbytes = nbytes
+        node.run = node.run.resized(nbytes)
         self._update_rows(node)
         if node.kind is not _CHUNK:
             self.adapter_changes += 1
@@ -297,7 +295,7 @@ class DependencyTree:
         adapters = list(self._adapters.values())
         for adapter in adapters:
             adapter.disown_all()
-            adapter.resident_children = NO_CHILDREN
+            adapter.counts = with_count(NO_COUNTS, PINS, adapter.pins)
         staying = [adapter for adapter in adapters if _in_use(adapter)]
         self.reset()
         for adapter in staying:
@@ -328,8 +326,7 @@ class DependencyTree:
             raise InvariantError(f"I5: {node!r} cannot become PENDING in {tier.name}")
         self._require_parent(node, tier, _PENDING)
         if tier is _HOST:
-            node.slot = slot
-            node.generation = generation
+            node.place = place_of(slot, generation)
         self._enter(node, tier, _PENDING)
 
     def set_ready(self, node: Node, tier: Tier) -> None:
@@ -372,8 +369,7 @@ class DependencyTree:
         node.state = with_state(node.state, tier, _ABSENT)
         self._moved(node)
         if tier is _HOST:
-            node.slot = NO_SLOT
-            node.generation = 0
+            node.place = NO_PLACE
         self._used[node.kind][tier] -= node.nbytes
         self._resident[node.kind][tier] -= 1
         parent = self._require_attached(node)
@@ -393,7 +389,7 @@ class DependencyTree:
 
     @staticmethod
     def _count_child(parent: Node, tier: Tier, change: int) -> None:
-        parent.resident_children = with_count(parent.resident_children, tier, change)
+        parent.counts = with_count(parent.counts, tier, change)
 
     def _moved(self, node: Node) -> None:
         """A residency changed: rows in other tiers' tables say where else the bytes are."""
@@ -407,7 +403,7 @@ class DependencyTree:
     def pin(self, node: Node) -> None:
         """Protect from eviction and pruning until as many `unpin`."""
         self._require_attached(node)
-        node.pins += 1
+        node.counts = with_count(node.counts, PINS, 1)
         if node.pins == 1:
             self._pinned += 1
             for tier in TIERS:
@@ -421,7 +417,7 @@ class DependencyTree:
         """
         if not node.pins:
             raise InvariantError(f"I2: {node!r} is not pinned")
-        node.pins -= 1
+        node.counts = with_count(node.counts, PINS, -1)
         if node.pins or not node.attached:
             return
         self._pinned -= 1
@@ -436,9 +432,13 @@ class DependencyTree:
         child would be ranked below it.
         """
         gain = self._gain(now)
+        before: Run | None = None
+        after = self.root.run
         for node in nodes:
-            node.last_use = now
-            node.weight += gain
+            if node.run is not before:
+                before = node.run
+                after = before.used(now, gain)
+            node.run = after
             if node.rows is not UNLISTED:
                 for table in self.leaves:
                     if node.rows[table.tier] >= 0:
@@ -452,6 +452,19 @@ class DependencyTree:
     def _first_weight(self, now: float) -> float:
         return self.visit_prior * self._gain(now) if self.visit_prior else 0.0
 
+    def _newborn_run(self, parent: Node, nbytes: int, now: float) -> Run:
+        """A new child's run: its parent's if that was the last node made, and is as new.
+
+        Then the run is a chain, of which only the lowest can be chosen: no number is needed
+        to order them.  Without the dependency rule it is.
+        """
+        weight = self._newborn_weight(parent, now)
+        run = parent.run
+        alike = (run.last_use, run.weight, run.nbytes) == (now, weight, nbytes)
+        if alike and parent is self._newest and parent.kind is _CHUNK and self.dependency_rule:
+            return run
+        return Run(run.adapter, self._take_seq(), nbytes, now, weight)
+
     def _newborn_weight(self, parent: Node, now: float) -> float:
         """A new chunk goes on where its parent is used: expect its share of those visits.
 
@@ -460,14 +473,18 @@ class DependencyTree:
         """
         weight = self._first_weight(now)
         if weight and parent.kind is _CHUNK:
-            weight = max(weight, parent.weight / parent.num_children)
+            weight = max(weight, parent.weight / (parent.num_children + 1))
         return min(weight, parent.weight)
 
     def _rebase(self, now: float) -> None:
         scale = self.clock.scale(now)
         self.clock.rebase(now)
+        runs: dict[Run, Run] = {}
         for node in (*self._index.values(), *self._adapters.values()):
-            node.weight *= scale
+            run = runs.get(node.run)
+            if run is None:
+                run = runs[node.run] = node.run.scaled(scale)
+            node.run = run
         for table in self.leaves:
             table.reload_weights()
 
@@ -485,9 +502,9 @@ class DependencyTree:
     def _list_if_leaf(self, node: Node, tier: Tier) -> None:
         if (
             node.state[tier] is _READY
-            and not node.pins
+            and not node.counts[PINS]
             and node.rows[tier] < 0
-            and not (self.dependency_rule and node.resident_children[tier])
+            and not (self.dependency_rule and node.counts[tier])
         ):
             self.leaves[tier].add(node)
 
@@ -513,7 +530,7 @@ class DependencyTree:
 
     def _require_evictable(self, node: Node, tier: Tier) -> None:
         """I1 downwards, and no eviction under a reader."""
-        orphans = self.dependency_rule and node.resident_children[tier]
+        orphans = self.dependency_rule and node.counts[tier]
         if orphans and needs_to_stay(node, tier):
             raise InvariantError(f"I1: {node!r} has resident children in {tier.name}")
         if node.kind is _CHUNK and tier is _HOST and node.pins and node.state[tier] is _READY:

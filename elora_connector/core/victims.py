@@ -8,6 +8,7 @@ and used until they are used up or `max_age` old.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -17,17 +18,19 @@ from typing import Final
 import numpy as np
 
 from elora_connector.core.leaves import FloatArray, IntArray, LeafTable
-from elora_connector.core.node import Node, NodeKind
+from elora_connector.core.node import PINS, Node, NodeKind, Run
 from elora_connector.core.policy import EvictionPolicy
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Tier
 
-_Entry = tuple[float, int, float, int, Node]
-"""A candidate as it was scored: score, seq, weight, bytes, node.
+_Entry = tuple[float, int, int, Run, Node]
+"""A candidate as it was scored: score, seq, tie-break, run, node.
 
-Ordered by score, then by age.  An entry whose weight or size is not the node's any more
-is stale: the node was touched or resized since.
+Ordered by score, then by age.  Chunks of one run tie; the third number, no two of which are
+alike for them, only keeps runs from being compared.  An entry whose run is not the node's any
+more is stale: the node was touched or resized since.
 """
+_LEAF: Final = 0
 
 _GROWTH: Final = 4
 _RUN: Final = 32
@@ -39,8 +42,7 @@ _nbytes_of: Callable[[Node], int] = attrgetter("nbytes")
 
 
 def _is_current(entry: _Entry) -> bool:
-    _, _, weight, nbytes, node = entry
-    return node.weight == weight and node.nbytes == nbytes
+    return entry[4].run is entry[3]
 
 
 def _one(node: Node) -> int:
@@ -112,6 +114,7 @@ class VictimQueue:
         self._parents: list[_Entry] = []
         self._queued: dict[Node, _Entry] = {}
         self._ahead: dict[Node, _Entry] = {}
+        self._tie_breaks = itertools.count(_LEAF - 1, -1)
         self._scratch = LeafTable(tier, tree.clock)
 
     def select_bytes(
@@ -212,8 +215,8 @@ class VictimQueue:
         return (
             node.attached
             and node.ready(self.tier)
-            and not node.pins
-            and node.resident_children[self.tier] == selection.taken_children.get(node, 0)
+            and not node.counts[PINS]
+            and node.counts[self.tier] == selection.taken_children.get(node, 0)
         )
 
     # Parents that become leaves
@@ -248,7 +251,8 @@ class VictimQueue:
         # At the time of the refresh, or the two kinds of scores could not be compared.
         scores = self.policy.scores(self._scratch, self._scored_at).tolist()
         for node, score in zip(run, scores, strict=True):
-            self._ahead[node] = (score, node.seq, node.weight, node.nbytes, node)
+            shared = node.run
+            self._ahead[node] = (score, shared.seq, next(self._tie_breaks), shared, node)
         return self._ahead[parent]
 
     def _run_from(self, first: Node) -> list[Node]:
@@ -256,7 +260,7 @@ class VictimQueue:
         run: list[Node] = []
         node: Node | None = first
         while node is not None and node.adapter is not None and len(run) < _RUN:
-            if run and node.resident_children[self.tier] > 1:
+            if run and node.counts[self.tier] > 1:
                 break
             run.append(node)
             node = node.parent
@@ -275,17 +279,12 @@ class VictimQueue:
             rows = _lowest(rows, scores, ages, k)
         rows = rows[np.lexsort((ages[rows], scores[rows]))]
         nodes = [table.nodes[row] for row in rows.tolist()]
-        weights, sizes = table.weights[rows].tolist(), table.nbytes[rows].tolist()
-        self._leaves = list(
-            zip(
-                scores[rows].tolist(),
-                ages[rows].tolist(),
-                weights,
-                sizes,
-                nodes,
-                strict=True,
+        self._leaves = [
+            (score, age, _LEAF, node.run, node)
+            for score, age, node in zip(
+                scores[rows].tolist(), ages[rows].tolist(), nodes, strict=True
             )
-        )
+        ]
         self._cursor = 0
         self._parents.clear()
         self._queued.clear()

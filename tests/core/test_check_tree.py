@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from elora_connector.core.invariants import check_tree
-from elora_connector.core.node import AdapterNode, Node, with_count, with_row, with_state
+from elora_connector.core.node import (
+    PINS,
+    AdapterNode,
+    Node,
+    Run,
+    place_of,
+    with_count,
+    with_row,
+    with_state,
+)
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import ChunkKey, Identity, Residency, Tier
 from elora_connector.errors import InvariantError
@@ -65,7 +74,22 @@ def _drop_from_index(s: Scene) -> None:
 
 
 def _other_adapter(s: Scene) -> None:
-    s.leaf.adapter = s.tree.adapter(Identity("b", bytes(32)), 0.0)
+    other = s.tree.adapter(Identity("b", bytes(32)), 0.0)
+    run = s.leaf.run
+    s.leaf.run = Run(other, run.seq, run.nbytes, run.last_use, run.weight)
+
+
+def _same_number_beside(s: Scene) -> None:
+    s.other.run = s.leaf.run
+
+
+def _same_number_without_the_rule(s: Scene) -> None:
+    assert s.leaf.run is s.top.run
+    s.tree.dependency_rule = False
+    for node in (s.top, s.adapter):  # leaves too, now that nothing depends
+        for tier in (GPU, HOST):
+            if node.ready(tier) and node.rows[tier] < 0:
+                s.tree.leaves[tier].add(node)
 
 
 def _adapter_without_root(s: Scene) -> None:
@@ -81,11 +105,11 @@ def _chunk_without_slot_adapter(s: Scene) -> None:
 
 
 def _listed_while_pinned(s: Scene) -> None:
-    s.leaf.pins = 1
+    s.leaf.counts = with_count(s.leaf.counts, PINS, 1)
 
 
 def _negative_pins(s: Scene) -> None:
-    s.leaf.pins = -1
+    s.leaf.counts = with_count(s.leaf.counts, PINS, -1)
 
 
 def _lost_leaf(s: Scene) -> None:
@@ -101,7 +125,7 @@ def _listed_pending(s: Scene) -> None:
 
 
 def _stale_row(s: Scene) -> None:
-    s.leaf.last_use = 77.0
+    s.leaf.run = s.leaf.run.used(77.0, 0.0)
 
 
 def _wrong_row(s: Scene) -> None:
@@ -113,19 +137,19 @@ def _wrong_listed(s: Scene) -> None:
 
 
 def _detached_row(s: Scene) -> None:
-    s.tree.leaves[HOST].add(Node(ChunkKey(b"x"), s.top, s.adapter, nbytes=1, seq=9, now=0.0))
+    s.tree.leaves[HOST].add(Node(ChunkKey(b"x"), s.top, Run(s.adapter, 9, 1, 0.0, 0.0)))
 
 
 def _wrong_count(s: Scene) -> None:
-    s.top.resident_children = with_count(s.top.resident_children, HOST, 1)
+    s.top.counts = with_count(s.top.counts, HOST, 1)
 
 
 def _wrong_root_count(s: Scene) -> None:
-    s.tree.root.resident_children = with_count(s.tree.root.resident_children, GPU, -1)
+    s.tree.root.counts = with_count(s.tree.root.counts, GPU, -1)
 
 
 def _wrong_bytes(s: Scene) -> None:
-    s.other.nbytes = 11
+    s.other.run = s.other.run.resized(11)
 
 
 def _wrong_pin_total(s: Scene) -> None:
@@ -133,13 +157,13 @@ def _wrong_pin_total(s: Scene) -> None:
 
 
 def _shared_slot(s: Scene) -> None:
-    s.other.slot = s.leaf.slot
+    s.other.place = s.leaf.place
 
 
 def _kept_slot(s: Scene) -> None:
     node = s.tree.add(s.adapter, ChunkKey(b"n" * 32), 0.0)
     s.tree.set_ready(node, REMOTE)
-    node.slot = 9
+    node.place = place_of(9, 1)
 
 
 def _leaked(s: Scene) -> None:
@@ -154,6 +178,8 @@ def _leaked(s: Scene) -> None:
         (_drop_from_children, "I1"),
         (_drop_from_index, "I1"),
         (_other_adapter, "I1"),
+        (_same_number_beside, "I1"),
+        (_same_number_without_the_rule, "I1"),
         (_adapter_without_root, "I1"),
         (_parent_pending, "I1"),
         (_chunk_without_slot_adapter, "I1"),

@@ -241,7 +241,7 @@ def test_fresh_pop_is_the_lowest_eval_of_all_leaves(
     leaves = [
         node
         for node in (*tree.adapters, *tree.chunks)
-        if node.ready(tier) and not node.pins and not node.resident_children[tier]
+        if node.ready(tier) and not node.pins and not node.counts[tier]
     ]
     evals = {node: policy.eval_one(node, tier, now) for node in leaves}
     finite = [node for node in leaves if evals[node] < math.inf]

@@ -327,6 +327,26 @@ class TestPinsAndUse:
         assert [node.last_use for node in nodes] == [43.0, 43.0, 42.0]
         check_tree(tree)
 
+    def test_what_is_made_and_used_together_is_kept_once(
+        self, tree: DependencyTree, adapter: AdapterNode
+    ) -> None:
+        nodes = chain(tree, adapter, 6)
+        assert len({node.run for node in nodes}) == 1
+        tree.touch([adapter, *nodes[:4]], 1.0)
+        tree.touch([adapter, *nodes], 2.0)
+        assert [node.run for node in nodes] == [nodes[0].run] * 4 + [nodes[5].run] * 2
+        assert [tree.visits(node, 2.0) for node in nodes] == [2.0] * 4 + [1.0] * 2
+        fork = tree.add(nodes[2], key_of(7, 7), 2.0)
+        tree.pin(fork)
+        assert fork.seq > nodes[5].seq == nodes[0].seq
+        check_tree(tree)
+
+    def test_without_the_rule_every_chunk_has_its_own_number(self) -> None:
+        tree = DependencyTree(10, dependency_rule=False)
+        nodes = chain(tree, tree.adapter(identity_of(1), 0.0), 3)
+        assert len({node.seq for node in nodes}) == 3
+        check_tree(tree)
+
     @given(
         st.lists(st.floats(0, 500), min_size=1, max_size=8),
         st.sampled_from([0.5, 10.0, 600.0, math.inf]),

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elora_connector.core.leaves import LeafTable, VisitClock
-from elora_connector.core.node import NOT_LISTED, UNLISTED, AdapterNode, Node
+from elora_connector.core.node import NOT_LISTED, UNLISTED, AdapterNode, Node, Run
 from elora_connector.core.policy import policy_named
 from elora_connector.core.types import ChunkKey, Identity, Tier
 
-ROOT = Node(ChunkKey(b""), None, None, nbytes=0, seq=-1, now=0.0)
+ROOT = Node(ChunkKey(b""), None, Run(None, -1, 0, 0.0, 0.0))
 
 
 def adapter(index: int) -> AdapterNode:
@@ -26,14 +26,13 @@ def adapter(index: int) -> AdapterNode:
         nbytes=5,
         seq=index,
         now=0.0,
+        weight=0.0,
     )
 
 
 def chunk(seq: int) -> Node:
     above = adapter(seq % 3)
-    node = Node(ChunkKey(bytes(32)), above, above, nbytes=seq, seq=seq, now=float(seq))
-    node.weight = 100.0 - seq
-    return node
+    return Node(ChunkKey(bytes(32)), above, Run(above, seq, seq, float(seq), 100.0 - seq))
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=400), st.integers(0, 300))
@@ -62,11 +61,12 @@ def test_update_and_adapter_rows() -> None:
     weights, node = adapter(7), chunk(1)
     table.add(weights)
     table.add(node)
-    node.last_use = 50.0
+    node.run = node.run.used(50.0, 1.0)
     before = table.changes
     table.update(node)
     assert table.changes > before
     assert table.last.tolist() == [0.0, 50.0]
+    assert table.visits(0.0).tolist() == [0.0, 100.0]
     assert table.is_adapter.tolist() == [True, False]
     assert table.adapter.tolist() == [7, 1]
 

@@ -285,6 +285,25 @@ def test_a_touched_parent_is_found_again() -> None:
     assert queue.refreshes == 1
 
 
+@pytest.mark.parametrize("k", [1, 1024])
+def test_a_long_run_ties_and_goes_from_its_end(k: int) -> None:
+    """Longer than what is scored ahead at once, chosen several times without an eviction."""
+    tree, _, (first,) = flat(1)
+    nodes = [first]
+    for i in range(100):
+        nodes.append(tree.add(nodes[-1], ChunkKey(b"%032d" % (1000 + i)), 1.0))
+        tree.set_pending(nodes[-1], HOST, slot=1000 + i)
+        tree.set_ready(nodes[-1], HOST)
+    assert len({node.run for node in nodes[1:]}) == 1
+    queue = VictimQueue(tree, HOST, MRU(), k=k, max_age=10.0)
+    for count in (1, 40, 60, 80, 100):
+        assert queue.select_count(count, 2.0) == nodes[: -count - 1 : -1]
+    for node in reversed(nodes[60:]):
+        tree.set_absent(node, HOST)
+    assert queue.select_count(60, 2.0) == nodes[59::-1]
+    check_tree(tree)
+
+
 def test_pending_children_hold_their_parent() -> None:
     tree, _, nodes = flat(2)
     child = tree.add(nodes[0], ChunkKey(b"c" * 32), 1.0)
