@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from elora_connector.errors import ConfigError
 
-KINDS = "uniform, zipf:S (S >= 0), distinct"
+KINDS = "uniform (or random), distinct, zipf:S with S >= 0 (skewed is zipf:1.2)"
+_ALSO = {"random": "uniform", "skewed": "zipf:1.2"}
 MAX_ADAPTERS = 1_000_000
 
 
@@ -52,7 +53,7 @@ def popularity(kind: str, count: int) -> Popularity:
         ConfigError: no such kind.
     """
     names = adapter_names(count)
-    word, _, argument = kind.partition(":")
+    word, _, argument = _ALSO.get(kind, kind).partition(":")
     if word in ("uniform", "distinct") and not argument:
         return Popularity(names, np.full(count, 1.0 / count), in_turn=word == "distinct")
     if word == "zipf":
