@@ -15,6 +15,7 @@ from elora_connector.simulator.shares import normalised, zipf
 from tests.cli.filling import Ran
 
 Elora = Callable[..., Ran]
+ROOT = Path(__file__).parents[2]
 
 
 def rates(ran: Ran) -> dict[tuple[str, str], float]:
@@ -200,3 +201,12 @@ def test_bad_files_name_the_line(elora: Elora, tmp_path: Path) -> None:
     file = trace_file(tmp_path, [row(5, "a", 1), row(4, "a", 1)])
     ran = elora("bound", "--trace", file)
     assert (ran.code, f"{file}:3: " in ran.err) == (2, True)
+
+
+def test_the_example_of_the_documentation_is_true(elora: Elora) -> None:
+    example = "elora bound --adapters 16 --distribution zipf:1"
+    example += " --shared-fraction 0.85 --requests 1000 --capacity 4"
+    table = [line.rstrip() for line in elora(*example.split()[1:]).out.splitlines()[1:7]]
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    assert f"```\n{example}\n```\n\n```\n{chr(10).join(table)}\n```\n" in page
+    assert "\n".join(table[:5]) in (ROOT / "README.md").read_text()
