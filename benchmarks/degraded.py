@@ -152,6 +152,7 @@ def run(options: argparse.Namespace, model: Path, adapter: Any) -> list[dict[str
             "lmcache.remote_url": network.url,
             "lmcache.max_local_cpu_size": 0.5,
             "elora.check_invariants": False,
+            "elora.load_or_recompute.enabled": True,
             "elora.remote.lookup_timeout_ms": options.lookup_timeout_ms,
         }
         with engine(model, settings, kv_cache_memory_bytes=64 << 20) as live:

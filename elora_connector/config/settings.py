@@ -340,7 +340,8 @@ _OWN_SETTINGS = (
         "elora.load_or_recompute.enabled",
         Flag(),
         True,
-        "do not load what is recomputed faster, by measured speeds",
+        "do not load what is recomputed faster, nor wait for a look-up that takes longer than "
+        "what it may find would save; by measured speeds",
     ),
     Setting(
         "elora.load_or_recompute.margin",

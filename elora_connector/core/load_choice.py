@@ -21,6 +21,8 @@ class Source(enum.Enum):
 
     HOST = "host"
     REMOTE = "remote"
+    LOOKUP = "lookup"
+    """Not known yet: the remote tier was asked and has not answered."""
 
 
 class Choice(enum.Enum):

@@ -29,21 +29,34 @@ _REFUSING = frozenset({Health.OPEN, Health.HALF_OPEN})
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """What the store said, and how many seconds after it was asked."""
+
+    result: LookupResult
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """A question under way; see `RemoteLookup.poll`.
 
     Attributes:
         ticket: of the breaker that opens when it is late.
-        late_at: seconds on the clock of `RemoteLookup`.
+        asked_at, late_at: seconds on the clock of `RemoteLookup`.
     """
 
-    reply: Future[LookupResult]
+    reply: Future[Reply]
     ticket: int
+    asked_at: float
     late_at: float
 
-    def cancel(self) -> None:
-        """Nobody waits for it any more; others stand in line behind it."""
-        self.reply.cancel()
+    def cancel(self) -> bool:
+        """Nobody waits for it any more; others stand in line behind it.
+
+        Returns:
+            Will there be no reply?  Not so where the store was asked already.
+        """
+        return self.reply.cancel()
 
 
 class RemoteLookup:
@@ -88,7 +101,8 @@ class RemoteLookup:
 
         Answered at once where the store is known to be down or slow.
         """
-        late_at = self._now() + self._timeout_s
+        asked_at = self._now()
+        late_at = asked_at + self._timeout_s
 
         def ask() -> LookupResult:
             groups = [[names.of(k, identity, r) for r in self._ranks] for k in keys]
@@ -98,7 +112,8 @@ class RemoteLookup:
             return self._refuse("breaker")
         ticket = self._pace.admit()
         if ticket is not None:
-            return Lookup(self._pool.submit(self._timely, ticket, late_at, ask), ticket, late_at)
+            reply = self._pool.submit(self._timely, ticket, asked_at, late_at, ask)
+            return Lookup(reply, ticket, asked_at, late_at)
         if self._pace.begin_probe():
             self._pool.submit(self._trial, late_at, ask)
         return self._refuse("slow")
@@ -106,12 +121,16 @@ class RemoteLookup:
     def poll(self, lookup: Lookup) -> LookupResult | None:
         """The reply, or None: ask again.  A late one is not waited for any longer."""
         if lookup.reply.done():
-            return lookup.reply.result()
+            return lookup.reply.result().result
         if self._now() < lookup.late_at:
             return None
         self._pace.failed(lookup.ticket)
         lookup.cancel()
-        return self._refuse("slow").reply.result()
+        return self._refuse("slow").reply.result().result
+
+    def waited_s(self, lookup: Lookup) -> float:
+        """Seconds since the store was asked."""
+        return self._now() - lookup.asked_at
 
     def refresh(
         self, names: RemoteKeys, identity: Identity, keys: Sequence[ChunkKey], now: float
@@ -145,13 +164,16 @@ class RemoteLookup:
     def _now(self) -> float:
         return self._clock()
 
-    def _timely(self, ticket: int, late_at: float, ask: Callable[[], LookupResult]) -> LookupResult:
+    def _timely(
+        self, ticket: int, asked_at: float, late_at: float, ask: Callable[[], LookupResult]
+    ) -> Reply:
         found = ask()
-        if self._now() < late_at:
+        now = self._now()
+        if now < late_at:
             self._pace.succeeded(ticket)
         else:
             self._pace.failed(ticket)
-        return found
+        return Reply(found, now - asked_at)
 
     def _trial(self, late_at: float, ask: Callable[[], LookupResult]) -> None:
         """A question of a request that does not wait for it: is the store quick again?"""
@@ -163,6 +185,6 @@ class RemoteLookup:
 
     def _refuse(self, reason: str) -> Lookup:
         self._refused(reason)
-        reply: Future[LookupResult] = Future()
-        reply.set_result(LookupResult(Outcome.ERROR, reason=reason))
-        return Lookup(reply, 0, 0.0)
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply(LookupResult(Outcome.ERROR, reason=reason), 0.0))
+        return Lookup(reply, 0, 0.0, 0.0)

@@ -59,6 +59,7 @@ def chaos_engine(model: str, url: str, kind: Kind) -> Iterator[Engine]:
         "lmcache.remote_url": url,
         "elora.fetch_deadline_ms": 1000,
         "elora.prefetch": True,
+        "elora.load_or_recompute.enabled": True,
         "elora.shutdown_flush_s": 0.5,
         "elora.remote.operation_timeout_ms": 250,
         "elora.remote.connect_timeout_ms": 250,

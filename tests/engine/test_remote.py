@@ -337,7 +337,6 @@ def test_case_12_slow_redis_one_slot_and_aborts(
     texts = [prompt(680 + i, 100) for i in range(3)]
     with SlowProxy(store.port) as proxy:
         settings = {
-            "elora.load_or_recompute.enabled": False,  # waiting is what is tested
             "lmcache.remote_url": proxy.url,
             "lmcache.blocking_timeout_secs": 60,
             "elora.remote.operation_timeout_ms": 30_000,
@@ -410,7 +409,6 @@ def test_four_slots_slow_redis_and_a_short_deadline(
     civil = lora("civil", 1, tiny.adapters["civil"])
     with SlowProxy(store.port, latency_ms=300.0) as proxy:
         settings = {
-            "elora.load_or_recompute.enabled": False,  # waiting is what is tested
             "lmcache.remote_url": proxy.url,
             # The adapter's weights are in the same budget.
             "lmcache.max_local_cpu_size": FOUR_SLOTS_GB + size_gb(tiny.adapters["civil"]),

@@ -207,7 +207,6 @@ def test_case_23_a_thousand_cancels_during_lookup(
             "lmcache.blocking_timeout_secs": 60,
             "elora.remote.operation_timeout_ms": 30_000,
             "elora.fetch_deadline_ms": 20_000,
-            "elora.load_or_recompute.enabled": False,  # waiting is what is tested
         }
         with engine(tiny.model, settings) as live:
             assert live.ask(text, civil).tokens == want

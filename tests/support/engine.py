@@ -45,8 +45,10 @@ SETTINGS: Mapping[str, Any] = {
     # KV that comes back to the GPU by itself would change which tier a hit is from;
     # tests of prefetch, random load and chaos switch it on.
     "elora.prefetch": False,
-    # Tests assert hits; on a busy machine a look-up may take long and must not be given up.
+    # Tests assert hits; on a busy machine look-ups and loads may take long and must not be
+    # given up.
     "elora.remote.lookup_timeout_ms": 10_000,
+    "elora.load_or_recompute.enabled": False,
 }
 
 

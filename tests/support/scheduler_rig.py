@@ -101,8 +101,10 @@ class _LookupPool:
         steps = self._delays.draw("lookup")
         if steps == 0:
             fulfil(future, lambda: call(*args))
-        else:
-            self._events.after(steps - 1, lambda: fulfil(future, lambda: call(*args)))
+            return future
+        # As a thread that has begun: nobody can call it back.
+        future.set_running_or_notify_cancel()
+        self._events.after(steps - 1, lambda: future.set_result(call(*args)))
         return future
 
     def shutdown(self, **_: Any) -> None:

@@ -8,12 +8,40 @@ One absolute deadline per request ends the wait; the job goes on for whoever com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from elora_connector.core.keys import RemoteKeys
 from elora_connector.core.types import ChunkKey, Identity
 from elora_connector.integration.vllm.requests import RemoteWait, RequestTracker
 from elora_connector.manager import Job, Manager
-from elora_connector.tiers.lookup import RemoteLookup
+from elora_connector.tiers.base import Outcome
+from elora_connector.tiers.lookup import Lookup, RemoteLookup
+
+_BACKLOG: Final = 4
+"""Open look-ups beyond which those that nobody waits for are taken back."""
+
+
+class Worth(Protocol):
+    """What pays; asked with measured times, never with guesses."""
+
+    def wait(
+        self,
+        tracker: RequestTracker,
+        identity: Identity,
+        missing: tuple[int, int],
+        waited_s: float,
+        now: float,
+    ) -> bool:
+        """Wait for the reply about the chunks in the range `missing`?"""
+        ...
+
+    def fetch(self, tracker: RequestTracker, host: int, until: int, now: float) -> bool:
+        """Fetch chunks ``[host, until)``, which the store has?"""
+        ...
+
+    def replied(self, identity: Identity, asked: int, found: int, seconds: float) -> None:
+        """The store answered, whether or not somebody still waited for it."""
+        ...
 
 
 class RemoteWaits:
@@ -23,8 +51,7 @@ class RemoteWaits:
         manager: reserves and pins.
         lookup: asks the store; owned by this object.
         deadline_s: longest wait of one request.
-        worth: tells whether chunks ``[host, until)`` of a request, which the store has,
-            should be fetched; arguments (request, host, until, now).
+        worth: tells what is worth waiting for and fetching.
         count: called with the name of what happened.
     """
 
@@ -33,7 +60,7 @@ class RemoteWaits:
         manager: Manager,
         lookup: RemoteLookup,
         deadline_s: float,
-        worth: Callable[[RequestTracker, int, int, float], bool],
+        worth: Worth,
         count: Callable[[str], None],
     ) -> None:
         self.lookup = lookup
@@ -42,6 +69,8 @@ class RemoteWaits:
         self._worth = worth
         self._count = count
         self._started: list[tuple[Job, list[ChunkKey], bytes]] = []
+        self._open: list[tuple[RequestTracker, Lookup, Identity, int]] = []
+        """Look-ups without a reply, those of requests that went on without it included."""
 
     def start_early(
         self, tracker: RequestTracker, names: RemoteKeys, identity: Identity, keys: list[ChunkKey]
@@ -63,6 +92,7 @@ class RemoteWaits:
 
         `keys` are all full chunks of the request; some may be in the host tier.
         """
+        self.learn()
         host = self._manager.host_prefix(keys)
         if tracker.wait is RemoteWait.OVER:
             return False
@@ -78,6 +108,22 @@ class RemoteWaits:
         if tracker.host_before is None:
             tracker.host_before = host
         return self._advance(tracker, names, identity, keys, host, now)
+
+    def learn(self) -> None:
+        """Take in the replies that have come, also those that nobody waits for any more."""
+        waiting = []
+        for entry in self._open:
+            tracker, lookup, identity, asked = entry
+            reply = lookup.reply
+            if not reply.done():
+                waiting.append(entry)
+            elif not reply.cancelled() and reply.exception() is None:
+                result = reply.result().result
+                if tracker.lookup is lookup and result.count:
+                    tracker.remote_known = tracker.lookup_from + result.count
+                if result.outcome is Outcome.OK:
+                    self._worth.replied(identity, asked, result.count, reply.result().seconds)
+        self._open = waiting
 
     def forget(self, tracker: RequestTracker) -> None:
         """Nobody waits for this request's look-up any more; others stand in line behind it."""
@@ -108,13 +154,13 @@ class RemoteWaits:
                 return True
             self._look_up(tracker, names, identity, keys, host)
         if tracker.wait is RemoteWait.LOOKUP and not self._reply(tracker):
-            return True
+            return self._is_patient(tracker, identity, (host, len(keys)), now)
         if tracker.wait is RemoteWait.FETCHING:
             if any(self._manager.job_open(job) for job in tracker.jobs):
                 return True
             if tracker.lookup is None:  # it only joined: the rest is not known yet
                 self._look_up(tracker, names, identity, keys, host)
-                return True
+                return self._is_patient(tracker, identity, (host, len(keys)), now)
             tracker.wait = RemoteWait.LOOKED_UP
         return self._fetch(tracker, identity, keys, host, now)
 
@@ -137,7 +183,7 @@ class RemoteWaits:
             return self._over(tracker)
         if self._join(tracker, wanted, host):
             return True
-        if not self._worth(tracker, host, len(wanted), now):
+        if not self._worth.fetch(tracker, host, len(wanted), now):
             self._count("not_worth")
             return self._over(tracker)
         job = self._manager.begin_fetch(tracker.id, identity, wanted, host, now)
@@ -173,6 +219,7 @@ class RemoteWaits:
         tracker.lookup = self.lookup.submit(names, identity, keys[host:])
         tracker.lookup_from = host
         tracker.wait = RemoteWait.LOOKUP
+        self._open.append((tracker, tracker.lookup, identity, len(keys) - host))
 
     def _reply(self, tracker: RequestTracker) -> bool:
         """Has the store answered?  Then note how far it goes."""
@@ -183,6 +230,19 @@ class RemoteWaits:
         tracker.remote_known = tracker.lookup_from + result.count if result.count else 0
         tracker.wait = RemoteWait.LOOKED_UP
         return True
+
+    def _is_patient(
+        self, tracker: RequestTracker, identity: Identity, missing: tuple[int, int], now: float
+    ) -> bool:
+        """No reply yet.  One that comes before the request is scheduled is used in any case."""
+        assert tracker.lookup is not None
+        waited_s = self.lookup.waited_s(tracker.lookup)
+        if self._worth.wait(tracker, identity, missing, waited_s, now):
+            return True
+        # Its reply is learnt from, unless so many are open that others would wait for it.
+        if len(self._open) > _BACKLOG and tracker.lookup.cancel():
+            self._over(tracker)
+        return False
 
     def _over(self, tracker: RequestTracker) -> bool:
         tracker.wait = RemoteWait.OVER

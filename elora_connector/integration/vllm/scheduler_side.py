@@ -99,7 +99,7 @@ class SchedulerSide:
         if parts.lookup is not None:
             deadline_s = config.fetch_deadline_ms / 1000
             self._remote = RemoteWaits(
-                self.manager, parts.lookup, deadline_s, self._retrieval.fetch, self._count_wait
+                self.manager, parts.lookup, deadline_s, self._retrieval, self._count_wait
             )
         self._loads: list[LoadOrder] = []
         self._evictions_seen = 0
@@ -265,6 +265,8 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.before_step()
         self._grow_tables(scheduler_output.scheduled_cached_reqs)
+        if self._remote is not None:
+            self._remote.learn()
         self._plan_stores(scheduler_output, step, now)
         step.loads, self._loads = self._loads, []
         self._meter.scheduled(step, scheduler_output, now)
