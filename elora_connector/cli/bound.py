@@ -26,9 +26,9 @@ from elora_connector.simulator.figures import (
 from elora_connector.simulator.from_rows import to_trace
 from elora_connector.simulator.models import (
     ALL_LINEAR,
-    DEPLOYMENTS,
     GB,
-    Deployment,
+    MACHINES,
+    Machine,
     model_from_config,
 )
 from elora_connector.simulator.popularity import Popularity
@@ -87,9 +87,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            "--model", help=f"{', '.join(DEPLOYMENTS)}, or a config.json (or its folder)."
-        ),
+        typer.Option("--model", help=f"{', '.join(MACHINES)}, or a config.json (or its folder)."),
     ] = "llama3-8b",
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapters.")] = 16,
     modules: Annotated[
@@ -139,13 +137,13 @@ def bound(  # noqa: PLR0913, PLR0917 - one parameter for each option
             raise UsageError("--idle-s needs --rate")
         load = Load(shared_fraction, requests, capacity, idle_s, rate, sticky, prompt_tokens)
         try:
-            deployed = _deployment(model, gpus, gpu_memory, host_memory)
+            machine = _machine(model, gpus, gpu_memory, host_memory)
             asked = _asked(adapters, distribution)
             found = None if trace is None else _trace(trace, chunk_tokens, asked)
             shares = _shares(asked) if found is None else trace_shares(found)
             number = len(shares) if found is None else trace_adapters(found)
-            sizing = Sizing(deployed, number, rank, _modules(modules), slots, chunk_tokens)
-            speeds = _speeds(deployed, link, prefill_speed)
+            sizing = Sizing(machine, number, rank, _modules(modules), slots, chunk_tokens)
+            speeds = _speeds(machine, link, prefill_speed)
             answer = _answer(load, shares, sizing, speeds, found)
         except EloraError as error:
             raise UsageError(str(error)) from None
@@ -159,13 +157,13 @@ def _finite(*values: float | None) -> None:
             raise UsageError(f"expected a number, got {value}")
 
 
-def _deployment(model: str, gpus: int | None, gpu_gb: float, host_gb: float) -> Deployment:
-    known = DEPLOYMENTS.get(model.lower())
+def _machine(model: str, gpus: int | None, gpu_gb: float, host_gb: float) -> Machine:
+    known = MACHINES.get(model.lower())
     if known is None:
         path = Path(model)
         if not path.exists():
-            raise UsageError(f"--model {model}: expected {', '.join(DEPLOYMENTS)} or a file")
-        known = Deployment(model_from_config(path))
+            raise UsageError(f"--model {model}: expected {', '.join(MACHINES)} or a file")
+        known = Machine(model_from_config(path))
     gpu = replace(known.gpu, memory_bytes=round(gpu_gb * GB))
     return replace(known, gpus=gpus or known.gpus, gpu=gpu, host_bytes=round(host_gb * GB))
 
@@ -212,10 +210,10 @@ def _modules(text: str) -> tuple[str, ...]:
     return ALL_LINEAR if text == "all" else tuple(name.strip() for name in text.split(","))
 
 
-def _speeds(deployed: Deployment, link: float | None, prefill: float | None) -> Speeds:
+def _speeds(machine: Machine, link: float | None, prefill: float | None) -> Speeds:
     return Speeds(
-        prefill_tokens_s=deployed.prefill_tokens_s if prefill is None else prefill,
-        link_bytes_s=deployed.link_bytes_s if link is None else link * GB,
+        prefill_tokens_s=machine.prefill_tokens_s if prefill is None else prefill,
+        link_bytes_s=machine.link_bytes_s if link is None else link * GB,
     )
 
 

@@ -55,7 +55,7 @@ class Answer:
 def data(answer: Answer) -> dict[str, Any]:
     """The answer for programs: fractions, bytes, tokens and seconds."""
     sizing, load = answer.sizing, answer.load
-    model = sizing.deployed.model
+    model = sizing.machine.model
     return {
         "adapters": len(answer.case.shares),
         "hottest_share": float(answer.case.shares.max()),
@@ -146,11 +146,11 @@ def _room(figure: Figure) -> str:
 
 def _facts(answer: Answer) -> str:
     sizing, case = answer.sizing, answer.case
-    model, deployed = sizing.deployed.model, sizing.deployed
+    model, machine = sizing.machine.model, sizing.machine
     weights = (
         f"{printable(model.name)}: {model.parameters / 1e9:.2f} B parameters, "
-        f"{model.weights_bytes / GB:.1f} GB of weights on {deployed.gpus} x "
-        f"{deployed.gpu.memory_bytes / GB:.0f} GB"
+        f"{model.weights_bytes / GB:.1f} GB of weights on {machine.gpus} x "
+        f"{machine.gpu.memory_bytes / GB:.0f} GB"
     )
     sizes = (
         f"adapter: {sizing.adapter_bytes / 1e6:.1f} MB (rank {sizing.rank}, "

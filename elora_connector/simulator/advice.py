@@ -61,7 +61,7 @@ class Case:
     @property
     def break_even_bytes_s(self) -> float:
         """Below this bandwidth loading KV takes longer than computing it."""
-        return self.sizing.deployed.break_even_bytes_s(self.speeds.prefill_tokens_s)
+        return self.sizing.machine.break_even_bytes_s(self.speeds.prefill_tokens_s)
 
     @property
     def prefill_need(self) -> float | None:
@@ -75,22 +75,22 @@ class Case:
 
 def advise(case: Case) -> list[str]:
     """One sentence or two on each question that the figures answer."""
-    if case.sizing.deployed.pool_bytes == 0:
+    if case.sizing.machine.pool_bytes == 0:
         return [_no_pool(case)]
     return [*_one_or_many(case), *_adapters(case), *_hits(case), *_loading(case)]
 
 
 def _no_pool(case: Case) -> str:
-    deployed = case.sizing.deployed
+    machine = case.sizing.machine
     return (
-        f"The weights ({deployed.model.weights_bytes / GB:.1f} GB) do not fit on "
-        f"{deployed.gpus} x {deployed.gpu.memory_bytes / GB:.0f} GB: use more or larger GPUs."
+        f"The weights ({machine.model.weights_bytes / GB:.1f} GB) do not fit on "
+        f"{machine.gpus} x {machine.gpu.memory_bytes / GB:.0f} GB: use more or larger GPUs."
     )
 
 
 def _one_or_many(case: Case) -> Iterator[str]:
     sizing, need = case.sizing, case.prefill_need
-    weights = sizing.deployed.model.weights_bytes
+    weights = sizing.machine.model.weights_bytes
     if sizing.adapters < 2:
         return
     apart = f"{sizing.adapters} instances would hold the weights {sizing.adapters} times"

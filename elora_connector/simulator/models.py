@@ -26,7 +26,7 @@ _LOADED_BYTES: Final = {"float32": 2, "float16": 2, "bfloat16": 2}
 
 
 class ModelError(EloraError):
-    """A model, deployment or module list that has no sizes we can compute."""
+    """A model, machine or module list that has no sizes we can compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ H800: Final = Gpu("H800", 80 * GB, 989.4e12, 3.35e12, 50e9)
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class Machine:
     """A model on a group of equal GPUs (tensor parallel).
 
     Attributes:
@@ -284,10 +284,10 @@ class Deployment:
         return int(self.pool_bytes * ratio) // self.model.lora_bytes(rank)
 
 
-DEPLOYMENTS: Final = {
-    "llama3-8b": Deployment(LLAMA3_8B, gpus=1),
-    "llama2-34b": Deployment(LLAMA2_34B, gpus=4),
-    "codellama-34b": Deployment(MODELS["codellama-34b"], gpus=4),
-    "llama3-70b": Deployment(LLAMA3_70B, gpus=8),
+MACHINES: Final = {
+    "llama3-8b": Machine(LLAMA3_8B, gpus=1),
+    "llama2-34b": Machine(LLAMA2_34B, gpus=4),
+    "codellama-34b": Machine(MODELS["codellama-34b"], gpus=4),
+    "llama3-70b": Machine(LLAMA3_70B, gpus=8),
 }
 """The paper's set-ups: 1, 4 and 8 x H800."""

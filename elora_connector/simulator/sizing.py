@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from elora_connector.simulator.models import ALL_LINEAR, Deployment
+from elora_connector.simulator.models import ALL_LINEAR, Machine
 
 MOST_FOR_ADAPTERS = 0.5
 """Share of a memory that adapters take at most, where nobody said how many to keep there."""
@@ -38,7 +38,7 @@ class Sizing:
         chunk_tokens: KV is kept in whole chunks.
     """
 
-    deployed: Deployment
+    machine: Machine
     adapters: int
     rank: int
     modules: Collection[str] = ALL_LINEAR
@@ -47,20 +47,20 @@ class Sizing:
 
     @cached_property
     def adapter_bytes(self) -> int:
-        return self.deployed.model.lora_bytes(self.rank, self.modules)
+        return self.machine.model.lora_bytes(self.rank, self.modules)
 
     @property
     def chunk_bytes(self) -> int:
-        return self.chunk_tokens * self.deployed.model.kv_bytes_per_token
+        return self.chunk_tokens * self.machine.model.kv_bytes_per_token
 
     @cached_property
     def gpu(self) -> Room:
-        return self._room(self.deployed.pool_bytes, self.slots)
+        return self._room(self.machine.pool_bytes, self.slots)
 
     @cached_property
     def host(self) -> Room:
         """Host memory, which holds what the GPU holds and more."""
-        return self._room(self.deployed.host_bytes, None)
+        return self._room(self.machine.host_bytes, None)
 
     def _room(self, nbytes: int, wanted: int | None) -> Room:
         alone = nbytes // self.adapter_bytes

@@ -16,7 +16,7 @@ from elora_connector.simulator.figures import (
     trace_shares,
     usable_fraction,
 )
-from elora_connector.simulator.models import LLAMA3_8B, Deployment
+from elora_connector.simulator.models import LLAMA3_8B, Machine
 from elora_connector.simulator.requests import SimRequest, Trace
 from elora_connector.simulator.shares import zipf
 from elora_connector.simulator.sizing import Sizing
@@ -25,7 +25,7 @@ SHARES = zipf(16, 1)
 
 
 def sizing(adapters: int = 16, slots: int | None = None) -> Sizing:
-    return Sizing(Deployment(LLAMA3_8B), adapters, 16, slots=slots, chunk_tokens=256)
+    return Sizing(Machine(LLAMA3_8B), adapters, 16, slots=slots, chunk_tokens=256)
 
 
 def by_name(made: list[Figure]) -> dict[tuple[str, str], Figure]:

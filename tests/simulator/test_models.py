@@ -11,12 +11,12 @@ import pytest
 from elora_connector.simulator.models import (
     ALL_LINEAR,
     ATTENTION,
-    DEPLOYMENTS,
     GB,
     LLAMA2_34B,
     LLAMA3_8B,
     LLAMA3_70B,
-    Deployment,
+    MACHINES,
+    Machine,
     Model,
     ModelError,
     model_from_config,
@@ -74,11 +74,11 @@ def test_adapter_bytes_by_module() -> None:
 def test_set_ups_of_the_paper(
     name: str, low: float, high: float, slots: tuple[int, int], break_even: float
 ) -> None:
-    deployed = DEPLOYMENTS[name]
-    assert low <= deployed.pool_bytes / GB <= high
-    assert slots[0] <= deployed.slots(64, 0.2) <= slots[1]
-    assert deployed.break_even_bytes_s() / GB == pytest.approx(break_even, abs=0.05)
-    assert deployed.break_even_bytes_s(1000) == 1000 * deployed.model.kv_bytes_per_token
+    machine = MACHINES[name]
+    assert low <= machine.pool_bytes / GB <= high
+    assert slots[0] <= machine.slots(64, 0.2) <= slots[1]
+    assert machine.break_even_bytes_s() / GB == pytest.approx(break_even, abs=0.05)
+    assert machine.break_even_bytes_s(1000) == 1000 * machine.model.kv_bytes_per_token
 
 
 def test_attention_is_counted_pair_by_pair() -> None:
@@ -91,8 +91,8 @@ def test_attention_is_counted_pair_by_pair() -> None:
 
 
 def test_a_model_that_does_not_fit_leaves_no_pool() -> None:
-    assert Deployment(LLAMA3_70B, gpus=1).pool_bytes == 0
-    assert Deployment(LLAMA3_70B, gpus=1).slots(64, 0.2) == 0
+    assert Machine(LLAMA3_70B, gpus=1).pool_bytes == 0
+    assert Machine(LLAMA3_70B, gpus=1).slots(64, 0.2) == 0
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -150,7 +150,7 @@ def test_unreadable_config_files(tmp_path: Path) -> None:
         model_from_config(file)
 
 
-def test_bad_ranks_modules_and_deployments() -> None:
+def test_bad_ranks_modules_and_machines() -> None:
     with pytest.raises(ModelError, match="rank must be at least 1, got 0"):
         LLAMA3_8B.lora_bytes(0)
     with pytest.raises(ModelError, match="modules lm_head: expected some of q_proj"):
@@ -158,4 +158,4 @@ def test_bad_ranks_modules_and_deployments() -> None:
     with pytest.raises(ModelError, match=r"modules \(none\)"):
         LLAMA3_8B.lora_bytes(8, [])
     with pytest.raises(ModelError, match="at least one GPU"):
-        Deployment(LLAMA3_8B, gpus=0)
+        Machine(LLAMA3_8B, gpus=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elora_connector.simulator.advice import Case, Speeds, advise
-from elora_connector.simulator.models import GB, H800, Deployment, Model
+from elora_connector.simulator.models import GB, H800, Machine, Model
 from elora_connector.simulator.shares import normalised, uniform
 from elora_connector.simulator.sizing import Sizing
 
@@ -17,19 +17,19 @@ TINY = Model("tiny", 1000, 2, 4, 1, 250, 4000, 1000)
 POOL = 2_000_000
 
 
-def deployed(pool: int = POOL, host: int = 3 * POOL) -> Deployment:
+def machine(pool: int = POOL, host: int = 3 * POOL) -> Machine:
     gpu = replace(H800, memory_bytes=TINY.weights_bytes + pool)
-    return Deployment(TINY, 1, gpu, utilisation=1.0, reserve_bytes=0, host_bytes=host)
+    return Machine(TINY, 1, gpu, utilisation=1.0, reserve_bytes=0, host_bytes=host)
 
 
 def sizing(adapters: int = 10, slots: int | None = None, pool: int = POOL) -> Sizing:
-    return Sizing(deployed(pool), adapters, 1, ("q_proj",), slots, chunk_tokens=100)
+    return Sizing(machine(pool), adapters, 1, ("q_proj",), slots, chunk_tokens=100)
 
 
 def test_room_by_hand() -> None:
     found = sizing()
     assert (found.adapter_bytes, found.chunk_bytes) == (8000, 200_000)
-    assert found.deployed.pool_bytes == POOL
+    assert found.machine.pool_bytes == POOL
     # 2,000,000 - 10 x 8,000 = 1,920,000: nine whole chunks.
     assert (found.gpu.adapters_alone, found.gpu.tokens_alone) == (250, 1000)
     assert (found.gpu.adapters_kept, found.gpu.tokens_left) == (10, 900)
