@@ -40,7 +40,8 @@ from elora_connector.simulator.traces import read_rows
 
 def bound(  # noqa: PLR0913, PLR0917 - one parameter for each option
     adapters: Annotated[
-        int | None, typer.Option("--adapters", min=1, help="How many adapters there are.")
+        int | None,
+        typer.Option("--adapters", min=1, max=1_000_000, help="How many adapters there are."),
     ] = None,
     distribution: Annotated[
         str,
@@ -70,7 +71,8 @@ def bound(  # noqa: PLR0913, PLR0917 - one parameter for each option
         typer.Option("--idle-s", min=0, help="Prefixes not used for so many seconds go."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0, help="Requests per second, all adapters.")
+        float | None,
+        typer.Option("--rate", min=0, max=1e6, help="Requests per second, all adapters."),
     ] = None,
     sticky: Annotated[
         float,
@@ -79,7 +81,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one parameter for each option
         ),
     ] = 0.0,
     prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", min=1, help="Length of a prompt.")
+        int | None, typer.Option("--prompt-tokens", min=1, max=10**8, help="Length of a prompt.")
     ] = None,
     trace: Annotated[
         Path | None,

@@ -102,7 +102,7 @@ def _headline(answer: Answer) -> str:
     )
     if answer.trace is not None:
         return (
-            f"{answer.trace}: {answer.load.requests} requests, {adapters}, "
+            f"{answer.trace}: {_counted(answer.load.requests, 'request')}, {adapters}, "
             f"chunks of {answer.sizing.chunk_tokens} tokens"
         )
     shared = f"{_percent(answer.load.fraction)} of a prompt shared"
@@ -111,14 +111,14 @@ def _headline(answer: Answer) -> str:
             f", {_percent(answer.usable)} in whole chunks of {answer.sizing.chunk_tokens} "
             f"(prompts of {answer.load.prompt_tokens} tokens)"
         )
-    return f"{adapters}; {shared}; {answer.load.requests:.0f} requests"
+    return f"{adapters}; {shared}; {_counted(answer.load.requests, 'request')}"
 
 
 def _why_no_bound(answer: Answer) -> str:
     whole = answer.load.fraction if answer.trace is None else answer.rates[1].rate
     return (
         f"The widely quoted figure is {whole:.2f} x the hottest share. It is no bound: a cache "
-        "with room for more prefixes hits more, an LRU with room for one hits less."
+        "with room for more prefixes hits more, an LRU with room for one may hit less."
     )
 
 
@@ -178,3 +178,7 @@ def _cells(room: Room) -> list[str]:
 
 def _percent(value: float) -> str:
     return f"{value:.1%}"
+
+
+def _counted(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"

@@ -165,7 +165,7 @@ def test_a_trace_without_adapters(elora: Elora, tmp_path: Path) -> None:
         (["--adapters", 4, "--distribution", "skewed"], "expected uniform, zipf:S or a file"),
         (["--adapters", 4, "--model", "gpt"], "--model gpt: expected llama3-8b, llama2-34b"),
         (["--adapters", 4, "--modules", "lm_head"], "modules lm_head: expected some of q_proj"),
-        (["--adapters", 4, "--rate", "inf"], "expected a number, got inf"),
+        (["--adapters", 4, "--link", "inf"], "expected a number, got inf"),
         (["--adapters", 4, "--gpu-memory", "inf"], "expected a number, got inf"),
         (["--trace", "no-such-file"], "no-such-file: No such file"),
     ],
@@ -183,7 +183,13 @@ def test_bad_usage_is_one_line(elora: Elora, args: list[Any], message: str) -> N
 
 @pytest.mark.parametrize(
     "args",
-    [["--adapters", 0], ["--shared-fraction", 1.1], ["--sticky", -0.1], ["--requests", "many"]],
+    [
+        ["--adapters", 0],
+        ["--shared-fraction", 1.1],
+        ["--sticky", -0.1],
+        ["--requests", "many"],
+        ["--adapters", 10**13],
+    ],
 )
 def test_values_out_of_range(elora: Elora, args: list[Any]) -> None:
     ran = elora("bound", "--adapters", 4, *args)
