@@ -100,11 +100,16 @@ def assemble_scheduler(
     lora: LoraLimits | None,
     remote: RemoteTier | None,
     recorder: Recorder,
+    make_scoring: Callable[[EloraConfig, DependencyTree], Scoring] | None = None,
 ) -> SchedulerParts:
-    """Tree, slots, manager, ledger and look-up of one engine's scheduler."""
+    """Tree, slots, manager, ledger and look-up of one engine's scheduler.
+
+    Args:
+        make_scoring: in place of `assemble_scoring`, for policies that no setting names.
+    """
     slots = host_slots(config, chunk_bytes)
     tree = assemble_tree(config, chunk_bytes)
-    scoring = assemble_scoring(config, tree)
+    scoring = (make_scoring or assemble_scoring)(config, tree)
     chunks = VictimQueue(tree, Tier.HOST, scoring.policy, kind=NodeKind.CHUNK)
     room = HostRoom(tree, chunks, config.host_bytes)
     put_limit = max(1, config.remote.write_queue_bytes // chunk_bytes)
