@@ -97,9 +97,8 @@ def render(console: Console, answer: Answer) -> None:
 
 
 def _headline(answer: Answer) -> str:
-    adapters = (
-        f"{len(answer.case.shares)} adapters, the hottest {_percent(answer.case.shares.max())}"
-    )
+    count, hottest = len(answer.case.shares), float(answer.case.shares.max())
+    adapters = f"{_counted(count, 'adapter')}, the hottest {_percent(hottest)}"
     if answer.trace is not None:
         return (
             f"{answer.trace}: {_counted(answer.load.requests, 'request')}, {adapters}, "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from elora_connector.simulator.labels import ChainLabels, SessionLabels, per_chunk
+from elora_connector.simulator.labels import ChainLabels, SessionLabels, per_chunk, seed_of
 from elora_connector.simulator.popularity import Popularity
 from elora_connector.simulator.requests import SimRequest, Trace
 from elora_connector.simulator.sessions import find_sessions
 from elora_connector.simulator.traces.base import RawTrace, TraceRow
 
-_UNKNOWN = 1 << 65
-"""Ids from here on stand for text that no other request has; ids in files are smaller."""
+_UNKNOWN = "unknown"
+"""Names ids of text that no other request has.  They are hashes, because labels keep 64 bits
+of an id and the small numbers belong to the files."""
 
 
 def to_trace(
@@ -109,6 +110,6 @@ def _contents(raw: RawTrace, sessions: list[int]) -> list[tuple[int, ...] | None
             )
             later[session] = ids
         needed = -(-(row.input_tokens + row.output_tokens) // raw.block_tokens)
-        found.append(ids[:needed] + (_UNKNOWN + index,) * (needed - len(ids)))
+        found.append(ids[:needed] + (seed_of(_UNKNOWN, index),) * (needed - len(ids)))
     found.reverse()
     return found

@@ -249,6 +249,14 @@ def test_sessions_are_found_by_their_prefixes() -> None:
     assert fine.requests[0].labels[:10] == fine.requests[2].labels[:10]
 
 
+def test_an_unknown_answer_is_no_block_of_the_trace() -> None:
+    # The answer of row 1 is not in the trace; block 1 behind the same prompt is another text.
+    rows = (row(0, 512, 9), row(1, 512, 7, answer=600), row(2, 1100, 7, 1, 3))
+    first, other = to_trace(RawTrace("made", "mooncake", rows, 512), 512).requests[1:]
+    assert first.labels[0] == other.labels[0]
+    assert first.labels[1] != other.labels[1]
+
+
 def test_sticky_and_random_adapters(traces: dict[str, Trace]) -> None:
     rows = tuple(row(i, 2048, 0, i // 50, i + 100, i + 5000) for i in range(1000))
     raw = RawTrace("x", "mooncake", rows, 512)
