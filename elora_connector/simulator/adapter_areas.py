@@ -120,6 +120,7 @@ class SlotArea:
         self._blocking = blocking
         self._loaded: dict[int, Loaded] = {}
         self._open: dict[int, _Work] = {}
+        self._in_step: set[int] = set()
         self._upto = 0
         for lora_id in list(adapters)[:warm]:
             self._loaded[lora_id] = self._state(lora_id, in_slot=False)
@@ -138,6 +139,10 @@ class SlotArea:
         self._time(now)
         lora_id = _lora_id(live)
         gate = self.ledger.admit(live.id, lora_id, now)
+        if gate is Gate.READY and not self.ledger.resident(lora_id):
+            self._in_step.add(lora_id)  # the ledger knows that ranks place it before the forward
+            self.ship(now)
+            gate = self.ledger.admit(live.id, lora_id, now)
         while gate is Gate.LOADING and self._blocking and self.ship(now):
             gate = self.ledger.admit(live.id, lora_id, now)
         return gate
@@ -195,7 +200,7 @@ class SlotArea:
         if work.lora_id in self._loaded:
             self._read(work, self._clock.now, 0.0)
         else:
-            self._move(self._disk, partial(self._read, work))
+            self._move(self._disk, partial(self._read, work), in_step=self._blocking)
 
     def _granted(self, grant: Grant) -> None:
         work = self._open[grant.seq]
@@ -223,13 +228,15 @@ class SlotArea:
 
     def _place(self, work: _Work) -> None:
         if work.activate:
-            self._move(self._link, partial(self._placed, work))
+            in_step = self._blocking or work.lora_id in self._in_step
+            self._move(self._link, partial(self._placed, work), in_step=in_step)
         else:
             self._placed(work, self._clock.now, 0.0)
 
     def _placed(self, work: _Work, now: float, seconds: float) -> None:
         if self._open.pop(work.seq, None) is None:
             return
+        self._in_step.discard(work.lora_id)
         in_slot = work.activate or (
             work.lora_id in self._loaded and self._loaded[work.lora_id].in_slot
         )
@@ -247,10 +254,10 @@ class SlotArea:
             self._manager.trim(now)
         self.wake()
 
-    def _move(self, wire: Wire, done: Callable[[float, float], None]) -> None:
+    def _move(self, wire: Wire, done: Callable[[float, float], None], *, in_step: bool) -> None:
         """One adapter over a wire: beside the engine, or the step waits for it."""
         nbytes, extra = self._machine.rank_adapter_bytes, self._machine.adapter_overhead_s
-        if not self._blocking:
+        if not in_step:
             wire.send(nbytes, done, extra_s=extra)
             return
         seconds = wire.pass_through(nbytes, extra)
