@@ -112,7 +112,8 @@ class OrderBook:
             order = entry.order
             if order is None:
                 continue
-            order.read |= order.seq in acks.read
+            if order.placing is Placing.ON_GRANT:
+                order.read = order.seq in acks.read  # what was found there may have left since
             if acks.ended(order.seq):
                 # Also after a failed re-check: the old weights are there, and usable.
                 entry.order = None

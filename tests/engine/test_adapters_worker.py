@@ -584,6 +584,26 @@ def test_an_order_takes_no_place_before_its_grant(
     assert {i: s.in_slot for i, s in states(agent).items()} == {2: False, 3: True, 4: True}
 
 
+def test_what_leaves_before_its_grant_is_read_again(
+    agent: AdapterAgent, tiny: TinyModel, reads: Reads
+) -> None:
+    """An order finds its adapter in host memory, on its way out for an earlier one."""
+    a, b = (adapter(name, i, tiny.adapters["civil"]) for i, name in ((1, "a"), (2, "b")))
+    settle(agent, order(1, a))
+    gate = reads.hold("a")
+    again = order(3, a, placing=Placing.ON_GRANT, activate=False)
+    agent.submit([order(2, b, evict=(1,)), again], NONE)
+    assert agent.report().read == (3,), "it is there still"
+    until(lambda: bool(agent.advance(NONE) or set(states(agent)) == {2}))
+    assert agent.report().read == (), "its grant would wait for a read"
+    gate.set()
+    until(lambda: bool(agent.advance(NONE) or agent.report().read == (3,)))
+    agent.submit([], NONE, [Grant(3, True, (), (2,))])
+    agent.advance(NONE)
+    assert {i: s.in_slot for i, s in states(agent).items()} == {1: True, 2: False}
+    assert reads.names == ["a", "b", "a"]
+
+
 def test_a_second_look_ends_quietly_when_the_adapter_has_left(
     agent: AdapterAgent, tiny: TinyModel, reads: Reads
 ) -> None:

@@ -93,6 +93,21 @@ def test_weights_in_doubt_do_not_enter_with_the_step_of_their_order() -> None:
     assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
 
 
+def test_weights_that_a_rank_lost_again_are_granted_nothing() -> None:
+    ledger = ledger_with(1)
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+    (order,) = ledger.orders.take_orders()
+    only = frozenset({order.seq})
+    ledger.on_report(Acks(order.seq, only, only), 0, {})
+    ledger.on_report(Acks(order.seq, only), 0, {})
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+    assert ledger.orders.take_grants() == []
+    assert not ledger.taken(), "it would keep others from the slot while it is read"
+    ledger.on_report(Acks(order.seq, only, only), 0, {})
+    assert ledger.admit("r1", 1, 0.0) is Gate.LOADING
+    assert [grant.seq for grant in ledger.orders.take_grants()] == [order.seq]
+
+
 def test_a_withdrawn_order_gives_the_places_back() -> None:
     ledger = ledger_with(1, 2)
     ledger.on_report(Acks(0), 0, loaded(1))

@@ -260,13 +260,18 @@ class AdapterAgent:
     # Background part
 
     def _start_heads(self) -> None:
-        """Start every order that is the first one for its adapter."""
+        """Start every order that is the first one for its adapter, if need be once more."""
         seen: set[int] = set()
         for pending in self._pending.values():
             lora_id = pending.order.lora_id
-            if lora_id not in seen and pending.stage is Stage.QUEUED:
+            if lora_id not in seen and (pending.stage is Stage.QUEUED or self._lost(pending)):
                 self._start(pending)
             seen.add(lora_id)
+
+    def _lost(self, pending: Pending) -> bool:
+        """Did the weights that it found in host memory leave while it waits for its grant?"""
+        lora_id = pending.order.lora_id
+        return pending.in_hand and pending.model is None and self._caches.peek(lora_id) is None
 
     def _start(self, pending: Pending) -> None:
         order = pending.order
