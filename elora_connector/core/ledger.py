@@ -372,10 +372,13 @@ class AdapterLedger:
         """Do ranks put known weights into a slot before the forward of the order's step?
 
         Only content that was in a slot before: what does not fit the model is found out
-        before a batch depends on it.
+        before a batch depends on it.  Nor one that is just being displaced: its batch would
+        keep the slot from the adapter that was granted it.
         """
         order = entry.order
         if order is None or not (order.granted and order.activate and entry.in_host):
+            return False
+        if any(entry.lora_id in other.displace for other in self.orders.open):
             return False
         known = entry.digest is not None and self.verified(entry.lora_id)
         return known and entry.digest == entry.fits

@@ -86,6 +86,23 @@ def test_weights_that_no_slot_has_held_wait_for_the_answer(before: dict[int, Loa
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
 
 
+def test_an_adapter_that_is_being_displaced_does_not_enter_before_it_has_left() -> None:
+    """Ranks never take a slot from the batch: the other grant would wait for its end."""
+    ledger = ledger_with(1, 2, 3, slots=2, host=3)
+    for away in (3, 1, 2):  # each has been in a slot; 3 and 1 are in one now
+        there = {i: loaded(i, in_slot=i != away)[i] for i in (1, 2, 3)}
+        ledger.on_report(Acks(0), 0, there)
+    for lora_id in (3, 1, 2):
+        ledger.places.touch(ledger.places[lora_id])
+    assert ledger.admit("r2", 2, 0.0) is Gate.READY
+    assert ledger.admit("r3", 3, 0.0) is Gate.LOADING
+    first, second = ledger.orders.take_orders()
+    assert (first.displace, second.displace) == ((3,), (1,))
+    there = {i: loaded(i, in_slot=i != 1)[i] for i in (1, 2, 3)}
+    ledger.on_report(Acks(second.seq), 0, there)
+    assert ledger.admit("r3", 3, 0.0) is Gate.READY
+
+
 def test_weights_in_doubt_do_not_enter_with_the_step_of_their_order() -> None:
     ledger = ledger_that_displaced(loaded(1))
     assert ledger.admit("r1", 1, 0.0) is Gate.READY
