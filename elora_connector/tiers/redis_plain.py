@@ -67,17 +67,17 @@ class PlainLink(Link):
 
     def ask_value(self, key: str, limit: int) -> None:
         # redis-py allocates whatever the server sends, so the server is asked for no more.
-        self.send([pack("EXISTS", key), pack("GETRANGE", key, 0, limit)])
+        # GETRANGE goes first: behind ASKING, only one command is carried out.
+        self.send([pack("GETRANGE", key, 0, limit), pack("EXISTS", key)])
 
     def bulk_size(self) -> int | None:
-        exists, value = self._read(), self._read()
+        value, exists = self._read(), self._read()
         self._owed -= 1
-        for reply in (exists, value):
-            if isinstance(reply, ReplyError):
-                raise reply
-        if not isinstance(value, bytes) or not isinstance(exists, int):
+        if isinstance(value, ReplyError):
+            raise value
+        if not isinstance(value, bytes) or not isinstance(exists, (int, ReplyError)):
             raise not_redis(b"")
-        if not exists and not value:
+        if not value and (not exists or isinstance(exists, ReplyError)):
             return None
         self._owed += 1
         self._value, self.torn = memoryview(value), True

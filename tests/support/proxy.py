@@ -197,6 +197,16 @@ class TlsProxy(SlowProxy):
         return wrapped
 
 
+class EitherProxy(TlsProxy):
+    """Also lets clients through that speak no TLS: the servers' own, behind it."""
+
+    def _receive(self, client: socket.socket) -> socket.socket:
+        client.settimeout(5)
+        hello = client.recv(1, socket.MSG_PEEK)
+        client.settimeout(None)
+        return super()._receive(client) if hello == b"\x16" else client
+
+
 @contextlib.contextmanager
 def blackhole_port() -> Iterator[int]:
     """A port that drops SYNs: its accept queue is full and nobody empties it."""

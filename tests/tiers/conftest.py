@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+import ssl
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +52,29 @@ def shared_cluster() -> Iterator[ClusterServers]:
         pytest.skip("no redis-server here")
     with ClusterServers() as servers:
         yield servers
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Files of a certificate that signs itself, for 127.0.0.1, and of its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    command += " -addext subjectAltName=IP:127.0.0.1,DNS:localhost"
+    subprocess.run(
+        [*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
+    return cert, key
+
+
+@pytest.fixture(scope="session")
+def context(certificate: tuple[str, str]) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.load_cert_chain(*certificate)
+    return made
 
 
 @pytest.fixture

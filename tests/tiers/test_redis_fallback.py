@@ -146,6 +146,31 @@ def test_replies_mean_the_same(
         assert read(connect(fake.url)) == (outcome, reason)
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (b"-MOVED 42 127.0.0.1:7001\r\n", "moved"),
+        (b"-ASK 42 127.0.0.1:7001\r\n", "ask"),
+        (b"-READONLY You can't write against a replica.\r\n", "readonly"),
+        (b"-OOM command not allowed.\r\n", "oom"),
+        (b"-LOADING Redis is loading\r\n", "loading"),
+    ],
+)
+@pytest.mark.parametrize("path", ["data path", "public methods"])
+def test_replies_to_a_write_and_a_look_up(
+    connect: Connect, request: pytest.FixtureRequest, path: str, reply: bytes, reason: str
+) -> None:
+    if path == "public methods":
+        request.getfixturevalue("fall_back")
+    with FakeRedis(lambda _: reply) as fake:
+        end = connect(fake.url).write(SPEC, memoryview(PAYLOAD))
+        assert (end.outcome, end.reason) == (Outcome.ERROR, reason)
+        found = connect(fake.url).leading([[SPEC.key]])
+        assert (found.outcome, found.reason, found.count) == (Outcome.ERROR, reason, 0)
+        there = "127.0.0.1:7001" if reason in {"moved", "ask"} else ""
+        assert end.instead == found.instead == there
+
+
 def test_no_more_is_asked_for_than_the_value_may_have(
     fall_back: None, shared_server: RedisServer, connect: Connect
 ) -> None:

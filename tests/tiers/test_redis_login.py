@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import ssl
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,28 +169,6 @@ def test_a_server_that_echoes_the_login(connect: Connect, caplog: pytest.LogCapt
 
 
 # TLS.
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    command += " -addext subjectAltName=IP:127.0.0.1,DNS:localhost"
-    subprocess.run(
-        [*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True
-    )
-    return cert, key
-
-
-@pytest.fixture(scope="module")
-def context(certificate: tuple[str, str]) -> ssl.SSLContext:
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made.load_cert_chain(*certificate)
-    return made
 
 
 def test_tls_with_its_ca(

@@ -96,6 +96,29 @@ def test_a_planned_fail_over_costs_at_most_some_misses(connect: Connect) -> None
         assert eventually(lambda: read(tier) == (Outcome.OK, ""))
 
 
+@pytest.mark.parametrize("kind", ["data path", "public methods"])
+def test_a_write_that_a_former_primary_refuses_goes_to_the_new_one(
+    connect: Connect, server: RedisServer, request: pytest.FixtureRequest, kind: str
+) -> None:
+    """Its connections are still open, so only READONLY tells; nothing is lost but a moment."""
+    if kind == "public methods":
+        request.getfixturevalue("fall_back")
+    with SentinelServers() as servers:
+        tier = connect(servers.url, fail_open=False)
+        assert put(tier) == (Outcome.OK, "")
+        with servers.sentinel.client() as client:
+            client.sentinel_remove(servers.service)
+            client.sentinel_monitor(servers.service, "127.0.0.1", server.port, 1)
+        with servers.primary.client() as client:
+            client.replicaof("127.0.0.1", server.port)  # type: ignore[no-untyped-call]
+        assert put(tier, OTHER) == (Outcome.OK, "")
+        assert tier.health() is Health.CLOSED
+        with servers.primary.client() as client:
+            assert client.info("errorstats")["errorstat_READONLY"]["count"] == 1
+    with server.client() as client:
+        assert client.keys() == [OTHER.key.encode()]
+
+
 def test_sentinels_that_do_not_answer_cost_their_share_once(connect: Connect) -> None:
     with SentinelServers() as servers, blackhole_port() as silent:
         url = servers.url.replace("//", f"//127.0.0.1:{free_port()},127.0.0.1:{silent},")
