@@ -126,6 +126,8 @@ class Manager:
         self._waiting: dict[str, list[Node]] = {}
         self._wait_pins: Counter[ChunkKey] = Counter()
         self.evictions = 0
+        self.moved: Counter[tuple[str, Tier]] = Counter()
+        """Bytes of one rank that came "in" to a tier or went "out", until somebody takes them."""
         self.stale_reports = 0
 
     @property
@@ -341,6 +343,8 @@ class Manager:
             self.tree.unpin(put.item.node)
             if put.ok and put.item.node.ready(Tier.HOST):
                 self.tree.set_ready(put.item.node, Tier.REMOTE)
+        if put.ok:
+            self.moved["in", Tier.REMOTE] += put.item.node.nbytes
         self._idle(ref)
 
     def reset(self) -> int:
@@ -423,6 +427,7 @@ class Manager:
         self.tree.set_absent(node, Tier.HOST)
         self._free(ref)
         self.evictions += 1
+        self.moved["out", Tier.HOST] += node.nbytes
         if adapter is not None and adapter is not keep:
             self.tree.forget_if_unused(adapter)
 
@@ -467,6 +472,8 @@ class Manager:
         if job.kind in _HOLDS_ADAPTER:
             self.tree.unpin(job.adapter)
         if job.kind in (JobKind.LOAD, JobKind.PREFETCH):
+            good = job.items[: job.ok_items]
+            self.moved["in", Tier.GPU] += sum(item.node.nbytes for item in good)
             for item in job.items:
                 if self._mine(item):
                     self.tree.unpin(item.node)
@@ -494,6 +501,7 @@ class Manager:
                 pass  # rolled back with an ancestor, or forgotten by a reset
             elif position < job.ok_items:
                 self.tree.set_ready(item.node, Tier.HOST)
+                self.moved["in", Tier.HOST] += item.node.nbytes
             else:
                 self._roll_back(item.node)
             self._idle(item.ref)

@@ -37,9 +37,12 @@ def test_a_free_slot_gets_the_most_valuable_host_adapter(variant: Variant) -> No
     rig.step(MANY)
     assert in_slots(rig) == {id_of("b"), id_of("d")}, "what the operator took out stays out"
     assert rig.total("adapter_prefetches", "gpu") == 1
+    assert rig.total("adapter_swap_ins", "gpu", "prefetched") == 1
+    cold = rig.total("adapter_swap_ins", "gpu", "cold")
     (answer,) = rig.run(rig.submit("d", prompt(9, 5)))
     assert answer.deferrals == 0, "it was there already"
     assert rig.total("adapter_prefetches_used") == 1
+    assert rig.total("adapter_swap_ins", "gpu", "cold") == cold > 0
     rig.drain()
 
 
@@ -54,6 +57,8 @@ def test_weights_are_read_ahead_into_free_host_memory_only() -> None:
     rig.remove_lora("abc"[idle - 1])
     rig.step(MANY)
     assert rig.total("adapter_prefetches", "host") == 1
+    assert rig.total("adapter_swap_ins", "host", "prefetched") == 1
+    assert rig.total("adapter_swap_ins", "host", "cold") == 3
     assert in_host(rig) == {1, 2, 3} - {idle}
     assert len(in_slots(rig)) == 1
     rig.drain()

@@ -186,7 +186,8 @@ class AdapterSide:
         self._stats.step(now)
         step.orders = self._gate.take_orders(self._live_ids)
         step.grants = tuple(self.ledger.orders.take_grants())
-        self._stats.shipped(step.orders, step.grants)
+        ahead = None if self._ahead is None else self._ahead.current
+        self._stats.shipped(step.orders, step.grants, ahead)
         step.cancelled = tuple(self.ledger.orders.take_cancelled())
         step.rpcs = self.ledger.rpcs
         step.protected = frozenset(self.ledger.taken())

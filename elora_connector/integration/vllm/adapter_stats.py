@@ -39,16 +39,23 @@ class AdapterStats:
         self._stepped: float | None = None
         self._looked = -_EVERY_S
 
-    def shipped(self, orders: Iterable[AdapterOrder], grants: Iterable[Grant]) -> None:
-        """Orders go out to the workers."""
+    def shipped(
+        self, orders: Iterable[AdapterOrder], grants: Iterable[Grant], ahead: int | None
+    ) -> None:
+        """Orders go out to the workers.
+
+        Args:
+            ahead: the adapter that is being brought closer although nobody waits for it.
+        """
         for order in orders:
+            cause = "cold" if order.lora_id != ahead else "prefetched"
             if order.placing is Placing.ON_GRANT:
-                self._recorder.add("adapter_swap_ins", 1, "host")
+                self._recorder.add("adapter_swap_ins", 1, "host", cause)
             elif order.activate:
-                self._recorder.add("adapter_swap_ins", 1, "gpu")
+                self._recorder.add("adapter_swap_ins", 1, "gpu", cause)
         for grant in grants:
-            if grant.activate:
-                self._recorder.add("adapter_swap_ins", 1, "gpu")
+            if grant.activate:  # what comes ahead of need is never granted a slot afterwards
+                self._recorder.add("adapter_swap_ins", 1, "gpu", "cold")
 
     def step(self, now: float) -> None:
         """Once a step."""

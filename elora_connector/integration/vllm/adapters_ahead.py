@@ -57,6 +57,11 @@ class AdaptersAhead:
         self._tried: dict[int, float] = {}
         self._brought: set[int] = set()
 
+    @property
+    def current(self) -> int | None:
+        """The adapter being brought closer, while no request has asked for it."""
+        return self._current
+
     def step(self, now: float) -> None:
         """Once a step, before its orders are shipped."""
         if self._current is not None:

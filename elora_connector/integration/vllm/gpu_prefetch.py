@@ -72,7 +72,6 @@ class Prefetcher:
         *,
         share: float,
         job_chunks: int,
-        chunk_bytes: int,
     ) -> None:
         self._view = view
         self._pool, self._owners = view.pool, view.owners
@@ -81,7 +80,6 @@ class Prefetcher:
         self._may_publish = may_publish
         self._limit = int(share * len(self._pool.blocks))
         self._job_chunks = job_chunks
-        self._chunk_bytes = chunk_bytes
         self._task: _Task | None = None
         self._wanted = False
         self._looked = -_EVERY_S
@@ -282,7 +280,6 @@ class Prefetcher:
                 self._view.table.fresh[block.block_id] = True
                 count += 1
         self._recorder.add("prefetched_blocks", count)
-        self._recorder.add("swap_bytes", len(task.recipes) * self._chunk_bytes, "in", "gpu", "kv")
 
 
 def make_prefetcher(
@@ -308,5 +305,4 @@ def make_prefetcher(
         may_publish,
         share=config.gpu_share,
         job_chunks=max(1, min(_JOB_CHUNKS, job_bytes // chunk_bytes)),
-        chunk_bytes=chunk_bytes,
     )

@@ -24,6 +24,7 @@ from elora_connector.integration.vllm.fetching import RemoteWaits
 from elora_connector.integration.vllm.geometry import Geometry
 from elora_connector.integration.vllm.gpu_prefetch import Prefetcher, make_prefetcher
 from elora_connector.integration.vllm.gpu_view import GpuView
+from elora_connector.integration.vllm.kv_stats import KvStats
 from elora_connector.integration.vllm.metadata import (
     LoadOrder,
     RankReport,
@@ -40,7 +41,7 @@ from elora_connector.integration.vllm.requests import (
 )
 from elora_connector.integration.vllm.retrieval import Retrieval
 from elora_connector.integration.vllm.stores import StorePlanner, fetch_order
-from elora_connector.manager import JobKind
+from elora_connector.manager import Job, JobKind
 
 logger = logging.getLogger("vllm.elora_connector")
 
@@ -102,7 +103,7 @@ class SchedulerSide:
                 self.manager, parts.lookup, deadline_s, self._retrieval, self._count_wait
             )
         self._loads: list[LoadOrder] = []
-        self._evictions_seen = 0
+        self._kv_stats = KvStats(self.manager, self.recorder)
         self._drain = False
         self._planner = StorePlanner(
             self.manager,
@@ -540,9 +541,16 @@ class SchedulerSide:
             elif job is not None and job.kind is JobKind.PREFETCH and self.prefetch is not None:
                 self.prefetch.ended(job)
             elif job is not None and job.kind is JobKind.LOAD and job.ok_items < len(job.items):
-                self.recorder.add("load_failures")
+                self._load_failed(job)
         for ref, ok_put in part.puts:
             self.manager.put_finished(ref, rank, ok_put)
+
+    def _load_failed(self, job: Job) -> None:
+        """vLLM asks again for this request: what fails once more would keep it for ever."""
+        self.recorder.add("load_failures")
+        tracker = self._trackers.get(job.request_id)
+        if tracker is not None:
+            tracker.retrieves = False
 
     def _taint(self, tracker: RequestTracker) -> None:
         if self._adapters is not None:
@@ -555,12 +563,8 @@ class SchedulerSide:
         self.recorder.add("remote_waits", 1, event)
 
     def _gauge(self) -> None:
-        record, manager = self.recorder, self.manager
-        record.set("host_chunks", manager.slots.used)
-        record.set("host_capacity_chunks", manager.slots.capacity)
-        if manager.evictions > self._evictions_seen:
-            record.add("evictions", manager.evictions - self._evictions_seen, "host")
-            self._evictions_seen = manager.evictions
+        record = self.recorder
+        self._kv_stats.step(self._clock())
         if self._adapters is not None:
             in_slot, in_host = self._adapters.ledger.counts()
             record.set("resident_adapters", in_slot, "gpu")
