@@ -12,6 +12,7 @@ from elora_connector.cli.config import config
 from elora_connector.cli.doctor import doctor
 from elora_connector.cli.inspect import inspect
 from elora_connector.cli.purge import purge
+from elora_connector.cli.trace import trace
 from elora_connector.cli.verify import verify
 
 app = typer.Typer(
@@ -45,3 +46,4 @@ def _options(
 _COMMANDS: tuple[Any, ...] = (bound, config, doctor, inspect, purge, verify)
 for _command in _COMMANDS:
     app.command()(_command)
+app.add_typer(trace)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elora_connector.cli import PROBLEM, USAGE
-from elora_connector.errors import ConfigError
+from elora_connector.errors import ConfigError, TraceError
 from elora_connector.tiers.redis_failure import StoreError, explain
 
 _PIPE_WIDTH = 200
@@ -113,6 +113,8 @@ def reporting(as_json: bool, *, config_is_usage: bool = True) -> Iterator[None]:
         # redis-py's own texts may quote a login.
         failure = explain(error)
         _fail(as_json, f"{failure} [{failure.reason}]", PROBLEM)
+    except TraceError as error:
+        _fail(as_json, str(error), PROBLEM)
     except KeyboardInterrupt:
         _fail(as_json, "interrupted", PROBLEM)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elora_connector.errors import ConfigError
+from elora_connector.simulator.shares import zipf
 
 KINDS = "uniform (or random), distinct, zipf:S with S >= 0 (skewed is zipf:1.2)"
 _ALSO = {"random": "uniform", "skewed": "zipf:1.2"}
@@ -57,14 +58,8 @@ def popularity(kind: str, count: int) -> Popularity:
     if word in ("uniform", "distinct") and not argument:
         return Popularity(names, np.full(count, 1.0 / count), in_turn=word == "distinct")
     if word == "zipf":
-        return Popularity(names, zipf_shares(count, _exponent(kind, argument)))
+        return Popularity(names, zipf(count, _exponent(kind, argument)))
     raise ConfigError(f"popularity: expected one of {KINDS}; found {kind!r}")
-
-
-def zipf_shares(count: int, exponent: float) -> NDArray[np.float64]:
-    """Shares proportional to (number + 1)**-exponent."""
-    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
-    return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
 def _exponent(kind: str, argument: str) -> float:

@@ -23,7 +23,7 @@ def find_sessions(raw: RawTrace) -> list[int]:
     count = 0
     for index, row in enumerate(raw.rows):
         # Chained, so that an id means its whole prefix even where the trace's own do not.
-        chain = [] if row.session is not None else chains.of("", row.blocks or ())
+        chain = [] if row.session is not None else chains.of(row.adapter or "", row.blocks or ())
         if row.session is not None:
             number = named.setdefault(row.session, count)
         else:

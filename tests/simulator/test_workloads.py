@@ -16,10 +16,11 @@ from elora_connector.simulator import labels as label_module
 from elora_connector.simulator.arrivals import clients, from_clients, weibull_shape
 from elora_connector.simulator.from_rows import to_trace
 from elora_connector.simulator.labels import ChainLabels, SessionLabels, mix, mix_each, per_chunk
-from elora_connector.simulator.popularity import popularity, zipf_shares
+from elora_connector.simulator.popularity import popularity
 from elora_connector.simulator.requests import SimRequest, Trace
 from elora_connector.simulator.scripts import Script, Turn, fitting
 from elora_connector.simulator.sessions import find_sessions
+from elora_connector.simulator.shares import zipf
 from elora_connector.simulator.trace_stats import describe
 from elora_connector.simulator.traces import RawTrace, TraceRow, read_rows, write_trace
 from elora_connector.simulator.workloads import WORKLOADS, Demand, _repeated, make_workload
@@ -123,7 +124,7 @@ def test_figures_of_the_workloads(traces: dict[str, Trace], name: str) -> None:
 def test_popularity_follows_the_shares() -> None:
     trace = make_workload("translation", Demand(1000, 5.0, 10_000, popularity="zipf:1", seed=1))
     counts = Counter(request.adapter for request in trace.requests)
-    shares = zipf_shares(1000, 1.0)
+    shares = zipf(1000, 1.0)
     for number in (0, 1, 2, 9):
         expected = 10_000 * shares[number]
         assert abs(counts[f"adapter-{number:03d}"] - expected) < 4 * expected**0.5
@@ -138,7 +139,7 @@ def test_popularity_follows_the_shares() -> None:
 def test_replayed_traces_follow_the_shares_too() -> None:
     trace = make_workload("azure-chat", Demand(4, 5.0, 10_000, popularity="zipf:1", seed=2))
     counts = Counter(request.adapter for request in trace.requests)
-    for number, share in enumerate(zipf_shares(4, 1.0)):
+    for number, share in enumerate(zipf(4, 1.0)):
         assert abs(counts[f"adapter-{number:03d}"] / 10_000 - share) < 0.02
 
 
