@@ -201,7 +201,12 @@ BAD = [
     (MOONCAKE + "[1,2]\n", 3, "expected an object with timestamp"),
     (MOONCAKE + '{"timestamp": 2000, "input_length": 3}\n', 3, "no field output_length"),
     (MOONCAKE + "[2000,3,4,7]\n", 3, "hash_ids: expected a list of whole numbers"),
-    (MOONCAKE + "[2000,3,4,[true]]\n", 3, "hash_ids: expected whole numbers, found True"),
+    (
+        MOONCAKE + "[2000,3,4,[true]]\n",
+        3,
+        "hash_ids: expected whole numbers of 64 bits, found True",
+    ),
+    (MOONCAKE + f"[2000,3,4,[{1 << 64}]]\n", 3, "hash_ids: expected whole numbers of 64 bits"),
     (MOONCAKE + "[2000,512,4,[0,1]]\n", 3, "hash_ids: 2 ids, but the tokens fill only 1"),
     (MOONCAKE + "[2000,NaN,4,[0]]\n", 3, "NaN is not a number"),
     (MOONCAKE + "[2000,true,4,[0]]\n", 3, "input_length: expected a number, found True"),

@@ -75,9 +75,9 @@ def test_links_and_named_tests_exist(name: str) -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["operations.md", "security.md", "README.md"])
+@pytest.mark.parametrize("name", ["operations.md", "security.md", "traces.md", "README.md"])
 def test_commands_and_their_options_exist(name: str) -> None:
-    uses = re.findall(r"(?:^|`)elora (\w+)([^`\n#]*)", DOCS[name], re.MULTILINE)
+    uses = re.findall(r"(?:^|`)elora ((?:trace )?\w+)([^`\n#]*)", DOCS[name], re.MULTILINE)
     assert uses
     for command, rest in uses:
         ours = re.split(r"(?:^| )-- ", rest)[0]
@@ -90,6 +90,6 @@ def options_of(command: str) -> set[str]:
 
     from elora_connector.cli.app import app
 
-    helped = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    helped = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert helped.exit_code == 0, command
     return set(re.findall(r"--[\w-]+", helped.stdout))

@@ -11,7 +11,6 @@ MAX_TOKENS = 1 << 24
 """Of one prompt or answer.  No model reads more, and a slip of the pen must not cost
 gigabytes of labels."""
 _MAX_SECONDS = 1e12
-_MAX_ID = 1 << 64
 
 
 def number(lines: Lines, name: str, value: Any) -> float:
@@ -50,14 +49,14 @@ def tokens(lines: Lines, name: str, value: Any) -> int:
 
 
 def block_ids(lines: Lines, name: str, value: Any, most: int) -> tuple[int, ...]:
-    """Ids of at most `most` blocks; ids are whole numbers of up to 64 bits."""
+    """Ids of at most `most` blocks; ids are whole numbers of 64 bits, signed or not."""
     if not isinstance(value, list):
         lines.fail(f"{name}: expected a list of whole numbers, found {_shown(value)}")
     if len(value) > most:
         lines.fail(f"{name}: {len(value)} ids, but the tokens fill only {most} blocks")
     for item in value:
-        if type(item) is not int or not -_MAX_ID < item < _MAX_ID:
-            lines.fail(f"{name}: expected whole numbers, found {_shown(item)}")
+        if type(item) is not int or not -(1 << 63) <= item < 1 << 64:
+            lines.fail(f"{name}: expected whole numbers of 64 bits, found {_shown(item)}")
     return tuple(value)
 
 
