@@ -1,6 +1,6 @@
 """How fast chunks move in and out of Redis, against other clients and a bare socket.
 
-python benchmarks/redis_speed.py [--count 20] [--rounds 20] [--mib 1 8] [--json FILE]
+python benchmarks/redis_speed.py [--count 20] [--rounds 20] [--mib 1 8] [--busy] [--json FILE]
 
 One server for all, on 127.0.0.1, without persistence; it and the clients share this
 machine.  In each round, for each size, every client in turn, in a random order, stores
@@ -27,8 +27,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,27 @@ def show_seals(mib: int, count: int) -> dict[str, float]:
     return seconds
 
 
+@contextlib.contextmanager
+def computing(wanted: bool) -> Iterator[None]:
+    """Meanwhile a thread of this process does nothing but compute, in Python."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        number = 1
+        while not ended.is_set():
+            number = number * 31 % 1_000_003
+
+    thread = threading.Thread(target=compute, daemon=True)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if wanted:
+            thread.join()
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(
@@ -270,6 +292,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--only", nargs="+", help="clients whose name has one of these words")
     parser.add_argument("--redis-benchmark", default=shutil.which("redis-benchmark"))
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="beside a thread that computes, as the clients' threads are in a worker",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -284,10 +311,12 @@ def main() -> None:
             mib: Field(server, mib * MIB, options.count, chosen, options.redis_benchmark)
             for mib in options.mib
         }
-        for turn in range(options.rounds):
-            for one in fields.values():
-                one.round(turn)
-    print(f"{options.rounds} rounds of {options.count} chunks")
+        with computing(options.busy):
+            for turn in range(options.rounds):
+                for one in fields.values():
+                    one.round(turn)
+    beside = ", beside a computing thread" if options.busy else ""
+    print(f"{options.rounds} rounds of {options.count} chunks{beside}")
     for mib, one in fields.items():
         tables[str(mib)] = rows(one.figures)
         show(mib, tables[str(mib)])
@@ -297,7 +326,13 @@ def main() -> None:
     if options.redis_benchmark is None:
         print("\nnot measured: redis-benchmark (not found; name it with --redis-benchmark)")
     if options.json is not None:
-        facts = {"count": options.count, "rounds": options.rounds, "mib": tables, "seals": seals}
+        facts = {
+            "count": options.count,
+            "rounds": options.rounds,
+            "busy": options.busy,
+            "mib": tables,
+            "seals": seals,
+        }
         options.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
