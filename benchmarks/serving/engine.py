@@ -131,4 +131,5 @@ class Server:
             "local": seen.local,
             "external": seen.external,
             "deferrals": seen.deferrals,
+            "steps": seen.steps,
         }

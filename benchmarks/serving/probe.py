@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass
 class Seen:
-    """One request: seconds are points of `time.perf_counter`, tokens come from vLLM's stats."""
+    """One request: seconds are points of `time.perf_counter`, tokens come from vLLM's stats.
+
+    `steps`: engine steps that ran tokens, from its submission to its first token.
+    """
 
     submitted: float
     scheduled: float = 0.0
@@ -23,6 +26,7 @@ class Seen:
     local: int = 0
     external: int = 0
     deferrals: int = 0
+    steps: int = 0
 
 
 class AdapterCounts:
@@ -59,7 +63,8 @@ def adapter_counts() -> AdapterCounts:
 class Probe:
     """Watches one engine; `requests` is filled by the driver, `counts` by the engine's steps.
 
-    counts: scheduled (tokens of all steps), steps, empty_steps, samples; `invalid` and
+    counts: scheduled (tokens of all steps), steps, empty_steps, batched (requests of all
+    steps), mixed (steps with several adapters), samples; `invalid` and
     `misplaced` are sums over samples of shares of the cached blocks: blocks of adapters that
     are in no GPU slot, and those of them that vLLM would reuse after a valid one.
     `seconds` is the time spent in parts of the engine.
@@ -140,11 +145,19 @@ class Probe:
         self._scheduled = output.total_num_scheduled_tokens
         self.counts["scheduled"] += self._scheduled
         self.counts["steps" if self._scheduled else "empty_steps"] += 1
+        self.counts["batched"] += len(output.num_scheduled_tokens)
+        self.counts["mixed"] += self._adapters_of(output.num_scheduled_tokens) > 1
+        if self._scheduled:
+            for seen in self.requests.values():
+                seen.steps += not seen.first_token
         now = time.perf_counter()
         for request_id in output.num_scheduled_tokens:
             seen = self._seen(request_id)
             if seen is not None and not seen.scheduled:
                 seen.scheduled = now
+
+    def _adapters_of(self, request_ids: Iterable[str]) -> int:
+        return len({self._live[request_id].lora_request for request_id in request_ids})
 
     def _on_update(self, result: Any, *_: Any) -> None:
         for outputs in result.values():

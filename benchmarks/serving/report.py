@@ -69,6 +69,9 @@ def _figures(mine: Sequence[Round], base: Sequence[Round], adapter_bytes: int) -
         "misplaced_kv": _sum(mine, "misplaced") / samples,
         "steps": _sum(mine, "steps"),
         "empty_steps": _sum(mine, "empty_steps"),
+        "steps_to_first_token": statistics.fmean(r["steps"] for r in requests),
+        "requests_per_step": _sum(mine, "batched") / (_sum(mine, "steps") or 1),
+        "steps_of_several_adapters": _sum(mine, "mixed"),
         "seconds": {
             part: sum(one["counts"]["seconds"].get(part, 0.0) for one in mine)
             for part in ("schedule", "model", "update")
@@ -117,9 +120,14 @@ _COUNTS = (
     f"{'loads':>6}{'activations':>12}{'KV out MB':>10}{'in MB':>7}{'adapters MB':>12}"
 )
 
+_STEPS = (
+    f"{'':42}{'steps':>7}{'empty':>7}{'requests / step':>17}{'several adapters':>18}"
+    f"{'steps to first token':>22}{'asked again':>13}"
+)
+
 
 def text(case: Mapping[str, Any]) -> str:
-    """One case as two tables: times, then exact counts."""
+    """One case as three tables: times, exact counts, and the sequence of steps."""
     systems = case["systems"]
     base = systems[BASELINE]
     lines = [_title(case), _TIMES]
@@ -140,6 +148,13 @@ def text(case: Mapping[str, Any]) -> str:
             f"{one['adapter_activations']:12}{one['kv_out_mb']:10.1f}{one['kv_in_mb']:7.1f}"
             f"{one['adapter_mb']:12.1f}"
         )
+    lines.append(_STEPS)
+    lines += [
+        f"{SYSTEMS[name].title:42}{one['steps']:7}{one['empty_steps']:7}"
+        f"{one['requests_per_step']:17.3f}{one['steps_of_several_adapters']:18}"
+        f"{one['steps_to_first_token']:22.2f}{one['deferrals']:13}"
+        for name, one in systems.items()
+    ]
     for pair, (ratio, low, high) in case["comparisons"].items():
         lines.append(f"mean TTFT {pair}: {ratio:.3f} [{low:.3f}, {high:.3f}]")
     for name, reason in case["skipped"].items():

@@ -77,6 +77,10 @@ def test_counts_are_exact(played: Played) -> None:
     cached = sum(told["local"] + told["external"] for told in played.told)
     answers = len(played.requests) * (LOAD.answer - 1)
     assert sum(c["scheduled"] for c in counts) == prompts - cached + answers
+    # One request at a time is one in every step, and its first step gives a token.
+    assert sum(c["batched"] for c in counts) == sum(c["steps"] for c in counts)
+    assert sum(c["mixed"] for c in counts) == 0
+    assert {told["steps"] for told in played.told} == {1}
     # One slot and one request at a time: every change of adapter is an activation.
     adapters = [r.adapter for r in played.requests]
     changes = 1 + sum(a != b for a, b in itertools.pairwise(adapters))
