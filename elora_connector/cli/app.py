@@ -12,6 +12,7 @@ from elora_connector.cli.config import config
 from elora_connector.cli.doctor import doctor
 from elora_connector.cli.inspect import inspect
 from elora_connector.cli.purge import purge
+from elora_connector.cli.simulate import simulate
 from elora_connector.cli.trace import trace
 from elora_connector.cli.verify import verify
 
@@ -43,7 +44,7 @@ def _options(
     """Options of the command itself."""
 
 
-_COMMANDS: tuple[Any, ...] = (bound, config, doctor, inspect, purge, verify)
+_COMMANDS: tuple[Any, ...] = (bound, config, doctor, inspect, purge, simulate, verify)
 for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(trace)

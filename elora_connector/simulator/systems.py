@@ -10,6 +10,7 @@ from elora_connector.assembly import Scoring
 from elora_connector.config import EloraConfig
 from elora_connector.core.tree import DependencyTree
 from elora_connector.errors import ConfigError
+from elora_connector.simulator.policies import KvFirst, WholeBranch, scoring_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class System:
     scoring: Callable[[EloraConfig, DependencyTree], Scoring] | None = None
 
 
+_LRU: Final = {"lmcache.cache_policy": "LRU"}
+_KV_FIRST: Final = scoring_with(KvFirst)
+_WHOLE_BRANCH: Final = scoring_with(WholeBranch)
 _VLLM: Final = {"lmcache.cache_policy": "LRU", "elora.dependency_rule": False}
 
 
@@ -50,7 +54,7 @@ def _without(term: str) -> dict[str, Any]:
 
 _SYSTEMS: Final = (
     System("elora", "this connector"),
-    System("lru", "this connector with LRU", settings={"lmcache.cache_policy": "LRU"}),
+    System("lru", "this connector with LRU", settings=_LRU),
     System("lfu", "this connector with LFU", settings={"lmcache.cache_policy": "LFU"}),
     System("fifo", "this connector with FIFO", settings={"lmcache.cache_policy": "FIFO"}),
     System("no-rule", "without the dependency rule", settings={"elora.dependency_rule": False}),
@@ -58,6 +62,8 @@ _SYSTEMS: Final = (
     System("no-cost-term", "without cost", settings=_without("cost")),
     System("no-visit-term", "without visits", settings=_without("visit")),
     System("no-recency-term", "without recency", settings=_without("recency")),
+    System("kv-first", "this connector, KV before adapters", settings=_LRU, scoring=_KV_FIRST),
+    System("bfs", "this connector, whole branches", settings=_LRU, scoring=_WHOLE_BRANCH),
     System(
         "vllm",
         "vLLM, static LoRA area, LRU, no host tier for KV",
@@ -81,14 +87,28 @@ _SYSTEMS: Final = (
         unified=True,
         history=False,
         host=False,
-        settings={"lmcache.cache_policy": "LRU"},
+        settings=_LRU,
     ),
     System("elora-pool", "the paper's ELORA: one pool of adapters and KV", unified=True),
+    System(
+        "kv-first-pool",
+        "the same pool, KV before adapters",
+        unified=True,
+        settings=_LRU,
+        scoring=_KV_FIRST,
+    ),
+    System(
+        "bfs-pool",
+        "the same pool, whole branches",
+        unified=True,
+        settings=_LRU,
+        scoring=_WHOLE_BRANCH,
+    ),
     System(
         "lru-pool",
         "the same pool with LRU",
         unified=True,
-        settings={"lmcache.cache_policy": "LRU"},
+        settings=_LRU,
     ),
 )
 SYSTEMS: Final[Mapping[str, System]] = {system.name: system for system in _SYSTEMS}
