@@ -225,7 +225,7 @@ def random_trace(seed: int, count: int = 40, adapters: int = 5) -> Trace:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_no_byte_block_or_token_is_lost(name: str) -> None:
-    trace = random_trace(seed=1)
+    trace = random_trace(seed=1, count=25)
     machine = tiny(40, host_chunks=30, adapters=6)
     record = run(SYSTEMS[name], machine, trace)
     summary = record.summary()
