@@ -10,7 +10,8 @@ same bytes.  What is dropped:
   a request is told by its time, its lengths and the last block that it shares with
   requests before it (-1: none).
 * Azure conversations: requests after 1,800 s.  Azure code: nothing.
-* ServeGen: windows after 24 h, for m-mid after 12 h; lengths of clients: nothing.
+* ServeGen: all windows but 24 h: the first, for m-mid those after 12 h, whose beginning is not
+  like the rest of it; times start at 0.  Lengths of clients: nothing.
 * Taskmaster: nothing.
 """
 
@@ -53,6 +54,17 @@ def before(lines: Iterable[str], column: int, limit: float) -> Iterator[str]:
             yield line
 
 
+def day(lines: Iterable[str], first: int) -> Iterator[str]:
+    """The header and the windows of 24 h from `first` s on, with times from there."""
+    for number, line in enumerate(lines):
+        if number == 0:
+            yield line
+            continue
+        rank, at, rest = line.split(",", 2)
+        if first <= int(at) < first + 86400:
+            yield f"{rank},{int(at) - first},{rest}"
+
+
 def write(path: Path, lines: Iterable[str]) -> None:
     text = "".join(line + "\n" for line in lines)
     with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
@@ -67,9 +79,9 @@ def main(source: Path, target: Path) -> None:
     for name, limit in (("code", 1e9), ("conv", 1800)):
         rows = lines_of(source / f"azure_llm2023_{name}.csv.gz")
         write(target / f"azure_{name}.csv.gz", before(rows, 0, limit))
-    for name, limit in (("large", 86400), ("mid", 43200), ("small", 86400)):
+    for name, first in (("large", 0), ("mid", 43200), ("small", 0)):
         rows = lines_of(source / f"servegen_m-{name}_rates.csv.gz")
-        write(target / f"servegen_{name}_rates.csv.gz", before(rows, 1, limit))
+        write(target / f"servegen_{name}_rates.csv.gz", day(rows, first))
         rows = lines_of(source / f"servegen_m-{name}_clients.csv.gz")
         write(target / f"servegen_{name}_clients.csv.gz", rows)
     write(target / "taskmaster.jsonl.gz", lines_of(source / "taskmaster4_dialogs.jsonl.gz"))

@@ -51,7 +51,7 @@ def azure(name: str) -> RawTrace:
 
 @lru_cache
 def client_windows(name: str) -> tuple[ClientWindow, ...]:
-    """One of `SERVEGEN`: the first 24 h (mid: 12 h) in windows of 600 s."""
+    """One of `SERVEGEN`: 24 h in windows of 600 s."""
     with sample_file(f"servegen_{name}_rates.csv.gz") as path:
         return read_rates(path)
 
