@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from elora_connector.cli import options
+from elora_connector.cli import PROBLEM, options
 from elora_connector.cli.output import note, printable, reporting, show, table
 from elora_connector.cli.store import check_address
 from elora_connector.config import SETTINGS, EloraConfig, check_files
+from elora_connector.errors import ConfigError
 
 
 def config(
@@ -25,18 +26,34 @@ def config(
 ) -> None:
     """Show the resolved configuration and where each value came from.
 
-    Checks what vLLM's start checks and fails with the same messages. Secrets are not shown.
+    Checks what vLLM's start checks and fails with the same messages. A file that is not
+    there, as on another machine than the one that is configured, fails only after the values
+    were shown. Secrets are not shown.
     """
     with reporting(as_json, config_is_usage=False):
         resolved = options.resolve(file, extra=extra)
-        check_files(resolved)
-        check_address(resolved)
+        missing = _missing_file(resolved)
+        if not missing:
+            check_address(resolved)
         rows = [_row(key, resolved) for key in SETTINGS]
         for warning in resolved.warnings:
             note(f"warning: {printable(warning)}")
-        data = {"settings": {row.pop("key"): row for row in map(dict, rows)}}
-        data["warnings"] = list(resolved.warnings)  # type: ignore[assignment]
+        data: dict[str, Any] = {"settings": {row.pop("key"): row for row in map(dict, rows)}}
+        data["warnings"] = list(resolved.warnings)
+        data |= {"error": missing} if missing else {}
         show(as_json, data, lambda console: _render(console, rows))
+    if missing:
+        note(f"error: {printable(missing)}")
+        raise typer.Exit(PROBLEM)
+
+
+def _missing_file(resolved: EloraConfig) -> str:
+    """What the start would say of a file that cannot be read; empty if all can."""
+    try:
+        check_files(resolved)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _row(key: str, resolved: EloraConfig) -> dict[str, Any]:

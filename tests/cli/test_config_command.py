@@ -76,7 +76,6 @@ def test_warnings_go_to_stderr(elora: Elora, tmp_path: Path) -> None:
         ("chunk_size: zero\n", "expected a whole number"),
         ("remote_url: 'redis://user:hunter2@host:port'\n", "is not usable"),
         ("remote_url: 'gopher://user:hunter2@host'\n", "is not usable"),
-        ("extra_config: {elora: {remote: {ca_file: /nowhere}}}\n", "expected a readable file"),
     ],
 )
 def test_the_errors_of_a_start(elora: Elora, tmp_path: Path, text: str, message: str) -> None:
@@ -87,6 +86,19 @@ def test_the_errors_of_a_start(elora: Elora, tmp_path: Path, text: str, message:
     assert message in ran.err
     assert "hunter2" not in ran.err
     assert message in elora("config", path, "--json").json["error"]
+
+
+def test_a_file_that_is_not_here_fails_after_the_values_were_shown(elora: Elora) -> None:
+    """A configuration is often looked at on another machine than the one it is for."""
+    path = ROOT / "configs/redis_tls.yaml"
+    ran = elora("config", path)
+    assert ran.code == 1
+    assert "elora.remote.ca_file = '/etc/elora/tls/ca.crt'" in ran.err
+    assert "expected a readable file" in ran.err
+    assert [line.split()[0] for line in ran.out.splitlines()[1:]] == list(SETTINGS)
+    data = elora("config", path, "--json")
+    assert (data.code, list(data.json["settings"])) == (1, list(SETTINGS))
+    assert "expected a readable file" in data.json["error"]
 
 
 def test_bad_usage(elora: Elora) -> None:
