@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, note, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from vllm.exceptions import LoRAAdapterNotFoundError
 
 from tests.support.scheduler_rig import ADAPTERS, VARIANTS, Rig, id_of, path_of, prompt
@@ -80,10 +87,7 @@ class Life(RuleBasedStateMachine):
         policy: str,
         dependent: bool,
     ) -> None:
-        note(f"{self.variant.name} delay {delay} ranks {ranks} seed {number} slow {slow}")
-        self.random = random.Random(number)
-        self.rig = Rig(
-            self.variant,
+        self.begin(
             delay,
             ranks,
             # 0: every load runs beside the forward.
@@ -93,7 +97,7 @@ class Life(RuleBasedStateMachine):
                 "lmcache.cache_policy": policy,
                 "elora.dependency_rule": dependent,
             },
-            seed=number,
+            number=number,
             delays=SLOW if slow else QUICK,
             num_blocks=blocks,
             host_slots=slots,
@@ -102,6 +106,13 @@ class Life(RuleBasedStateMachine):
             prefix_caching=caching,
             adapter_chunks=weights,
         )
+
+    def begin(
+        self, delay: int, ranks: int, config: dict[str, Any], *, number: int, **options: Any
+    ) -> None:
+        note(f"{self.variant.name} delay {delay} ranks {ranks} seed {number} {config} {options}")
+        self.random = random.Random(number)
+        self.rig = Rig(self.variant, delay, ranks, config, seed=number, **options)
 
     # ---- clients ---------------------------------------------------------------------
 
@@ -255,19 +266,22 @@ class Life(RuleBasedStateMachine):
         return [r for r in self.live if not self.rig.answers[r].reason]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-def test_life(variant: Any) -> None:
-    kind = type(f"Life_{variant.name}", (Life,), {"variant": variant})
-    print(f"seed {SEED}, {EXAMPLES} examples of {STEPS} steps")
+def live(kind: type[Life], variant: Any, examples: int, steps: int, **more: Any) -> None:
+    """Many lives of `kind` on one variant of the scheduler; `more`: class attributes."""
+    kind = type(f"{kind.__name__}_{variant.name}", (kind,), {"variant": variant, **more})
+    print(f"seed {SEED}, {examples} examples of {steps} steps")
     case = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=STEPS,
+        max_examples=examples,
+        stateful_step_count=steps,
         deadline=None,
         database=None,
         phases=(Phase.generate,),  # shrinking takes minutes; an example is short enough
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(seed(SEED)(kind), settings=case)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_life(variant: Any) -> None:
+    live(Life, variant, EXAMPLES, STEPS)
