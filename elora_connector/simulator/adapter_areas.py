@@ -142,7 +142,8 @@ class SlotArea:
         if gate is Gate.READY and not self.ledger.resident(lora_id):
             self._in_step.add(lora_id)  # the ledger knows that ranks place it before the forward
             self.ship(now)
-            gate = self.ledger.admit(live.id, lora_id, now)
+            if not self.ledger.resident(lora_id):
+                return Gate.LOADING  # it was ordered before, and is on the link
         while gate is Gate.LOADING and self._blocking and self.ship(now):
             gate = self.ledger.admit(live.id, lora_id, now)
         return gate

@@ -271,3 +271,17 @@ def test_the_audit_sees_a_lost_byte() -> None:
     parts.area.private += 1
     with pytest.raises(InvariantError, match="I4"):
         Replay(trace, parts, checks=True).run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_runs_before_its_adapter_is_there(seed: int) -> None:
+    """Many adapters, two slots: they come, go and come back while KV is loaded."""
+    trace = random_trace(seed, count=300, adapters=12)
+    machine = tiny(60, host_chunks=200, adapters=13, link_per_s=3e6)
+    settings = {"elora.store_block_share": 1.0, "elora.sync_load_ms": 0.0}
+    parts = build(SYSTEMS["elora"], machine, trace, lora_share=0.2, settings=settings)
+    record = Replay(trace, parts).run()
+    assert len(record.ended) == len(trace.requests)
+    assert parts.adapters is not None
+    assert parts.adapters.loads > 20
+    assert record.parts.kv.hits["host"] > 0
