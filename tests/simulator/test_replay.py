@@ -273,15 +273,14 @@ def test_the_audit_sees_a_lost_byte() -> None:
         Replay(trace, parts, checks=True).run()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_nobody_runs_before_its_adapter_is_there(seed: int) -> None:
-    """Many adapters, two slots: they come, go and come back while KV is loaded."""
-    trace = random_trace(seed, count=300, adapters=12)
-    machine = tiny(60, host_chunks=200, adapters=13, link_per_s=3e6)
-    settings = {"elora.store_block_share": 1.0, "elora.sync_load_ms": 0.0}
-    parts = build(SYSTEMS["elora"], machine, trace, lora_share=0.2, settings=settings)
+@pytest.mark.parametrize(("seed", "chunks", "sync_ms"), [(0, 200, 5.0), (1, 30, 0.0)])
+def test_nobody_runs_before_its_adapter_is_there(seed: int, chunks: int, sync_ms: float) -> None:
+    """Six slots for twelve adapters on a slow link: some are asked for while they come back."""
+    trace = random_trace(seed, count=150, adapters=12)
+    machine = tiny(60, host_chunks=chunks, adapters=13, link_per_s=1e6)
+    settings = {"elora.store_block_share": 1.0, "elora.sync_load_ms": sync_ms}
+    parts = build(SYSTEMS["elora"], machine, trace, lora_share=0.4, settings=settings)
     record = Replay(trace, parts).run()
     assert len(record.ended) == len(trace.requests)
     assert parts.adapters is not None
-    assert parts.adapters.loads > 20
-    assert record.parts.kv.hits["host"] > 0
+    assert parts.adapters.loads > 12
