@@ -45,7 +45,7 @@ def _continued(
     found: list[int],
 ) -> int | None:
     """The session that a row goes on with; its tail is used up, a second child is a branch."""
-    for item in reversed(chain[1:]):
+    for item in reversed(chain):
         if item in tails:
             if rows[tails[item]].input_tokens < rows[index].input_tokens:
                 return found[tails.pop(item)]

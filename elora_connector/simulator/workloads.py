@@ -40,6 +40,8 @@ SERVEGEN = "servegen"
 _SERVEGEN = {SERVEGEN: "", **{f"{SERVEGEN}:{name}": name for name in samples.SERVEGEN}}
 POPULARITY = f"{', '.join(_SERVEGEN)}, {KINDS}"
 MAX_REQUESTS = 5_000_000
+MAX_CLIENTS = 10_000
+"""With rates of their own; each has a row of all windows."""
 _SPARE = 1.5
 """Sessions begin on after the last request that is kept, else the rate would fall off."""
 
@@ -76,8 +78,9 @@ class Demand:
     def __post_init__(self) -> None:
         if (self.requests is None) == (self.duration_s is None):
             raise ConfigError("give either a number of requests or a duration")
-        _within("adapters", self.adapters, 1, MAX_ADAPTERS)
-        _within("rate", self.rate, 1e-6, 1e6)
+        clients = self.popularity in _SERVEGEN
+        _within("adapters", self.adapters, 1, MAX_CLIENTS if clients else MAX_ADAPTERS)
+        _within("rate", self.rate, 1e-3, 1e6)
         _within("requests", self.count, 1, MAX_REQUESTS)
         _within("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
         _within("max_tokens", self.max_tokens, 1024, 1 << 24)

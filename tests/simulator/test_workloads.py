@@ -293,6 +293,12 @@ def test_sessions_are_found_by_their_prefixes() -> None:
     assert fine.requests[0].labels[:10] == fine.requests[2].labels[:10]
 
 
+def test_no_session_goes_from_one_adapter_to_another() -> None:
+    turns = [(0, "a", 1100), (1, "b", 1300), (2, "a", 1300)]
+    rows = tuple(TraceRow(at, n, 1, adapter=name, blocks=(0, 1)) for at, name, n in turns)
+    assert find_sessions(RawTrace("made", "elora", rows, 512, covers_answer=True)) == [0, 1, 0]
+
+
 def test_an_unknown_answer_is_no_block_of_the_trace() -> None:
     # The answer of row 1 is not in the trace; block 1 behind the same prompt is another text.
     rows = (row(0, 512, 9), row(1, 512, 7, answer=600), row(2, 1100, 7, 1, 3))
@@ -352,6 +358,8 @@ def test_sessions_end_before_the_context_does() -> None:
     ("change", "message"),
     [
         ({"adapters": 0}, "adapters: expected 1 to"),
+        ({"adapters": 10_001}, "adapters: expected 1 to 10000"),
+        ({"adapters": 1_000_001, "popularity": "uniform"}, "adapters: expected 1 to 1e\\+06"),
         ({"rate": 0.0}, "rate: expected"),
         ({"rate": float("nan")}, "rate: expected"),
         ({"requests": 0}, "requests: expected 1 to"),
