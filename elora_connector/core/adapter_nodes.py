@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from elora_connector.core.adapter_places import Entry
-from elora_connector.core.host_room import Scores
 from elora_connector.core.ledger import AdapterLedger
 from elora_connector.core.node import AdapterNode, NodeKind
 from elora_connector.core.policy import EvictionPolicy
+from elora_connector.core.policy_scores import Scores
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Residency, Tier
 from elora_connector.errors import InvariantError

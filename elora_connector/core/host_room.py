@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from elora_connector.core.leaves import LeafTable
 from elora_connector.core.node import AdapterNode, Node, NodeKind
 from elora_connector.core.policy import EvictionPolicy
+from elora_connector.core.policy_scores import Scores
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Tier
 from elora_connector.core.victims import VictimQueue
@@ -45,22 +45,6 @@ class NoAdapters:
 
     def evict(self, nodes: Sequence[AdapterNode]) -> None:
         raise AssertionError("there are no adapters to evict")
-
-
-class Scores:
-    """A policy's scores of any nodes, leaves or not."""
-
-    def __init__(self, tree: DependencyTree, policy: EvictionPolicy, tier: Tier) -> None:
-        self._policy = policy
-        self._scratch = LeafTable(tier, tree.clock)
-
-    def of(self, nodes: Sequence[Node], now: float) -> list[float]:
-        """One score a node; NaN counts as +inf, which a policy gives to what must stay."""
-        if not nodes:
-            return []
-        self._scratch.fill(nodes)
-        scores = self._policy.scores(self._scratch, now).tolist()
-        return [math.inf if math.isnan(score) else score for score in scores]
 
 
 _Scored = tuple[float, AdapterNode]

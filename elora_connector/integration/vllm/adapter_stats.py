@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from elora_connector.assembly import AdapterParts
-from elora_connector.core.host_room import Scores
 from elora_connector.core.node import Node, NodeKind
+from elora_connector.core.policy_scores import Scores
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import Tier
 from elora_connector.integration.vllm.adapter_messages import AdapterOrder, Grant, Placing

@@ -14,16 +14,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from elora_connector.core.leaves import LeafTable
 from elora_connector.core.node import Node
-from elora_connector.core.policy import EvictionPolicy
+from elora_connector.core.policy_scores import ScoresOfNow
 from elora_connector.core.tree import DependencyTree
 from elora_connector.core.types import ChunkKey, Tier
 from elora_connector.integration.vllm.gpu_table import BlockTable, IntArray
 
 NO_ROW: Final = 0
 _NO_KEY: Final = ChunkKey(b"")
-_SCORED_AHEAD: Final = 32
 _BACKED_SHARE: Final = 0.5
 
 
@@ -70,36 +68,6 @@ class ChunkRows:
         self._limit = max(self._limit, 2 * len(self.keys))
 
 
-class Scores:
-    """Policy scores of chunks, computed a few dozen at a time."""
-
-    def __init__(self, tree: DependencyTree, policy: EvictionPolicy, now: float) -> None:
-        self._tree = tree
-        self._policy = policy
-        self._now = now
-        self._table = LeafTable(Tier.GPU, tree.clock)
-        self._known: dict[Node, float] = {}
-
-    def of(self, node: Node) -> float:
-        """Score of a chunk, and ahead of need of the chunks it stands on."""
-        score = self._known.get(node)
-        if score is None:
-            run: list[Node] = []
-            above: Node | None = node
-            while above is not None and above.adapter is not above and len(run) < _SCORED_AHEAD:
-                run.append(above)
-                above = above.parent
-            self.add(run)
-            score = self._known[node]
-        return score
-
-    def add(self, nodes: Sequence[Node]) -> None:
-        """Score all of `nodes` at once."""
-        self._table.fill(nodes)
-        scores = np.nan_to_num(self._policy.scores(self._table, self._now), nan=np.inf).tolist()
-        self._known.update(zip(nodes, scores, strict=True))
-
-
 class _Window:
     """A run of free blocks, oldest first, seen as chunks.
 
@@ -132,7 +100,7 @@ def victims(
     count: int,
     rows: ChunkRows,
     table: BlockTable,
-    scores: Scores,
+    scores: ScoresOfNow,
     tree: DependencyTree,
 ) -> IntArray:
     """Which `count` of the free blocks `ids` (oldest first) to reuse, in order.
@@ -151,7 +119,9 @@ def victims(
     return np.array(_leaf_first(ids, lowest, table, count), dtype=np.int64)
 
 
-def _lowest(window: _Window, held: Sequence[Node | None], scores: Scores, count: int) -> list[int]:
+def _lowest(
+    window: _Window, held: Sequence[Node | None], scores: ScoresOfNow, count: int
+) -> list[int]:
     """Blocks of at least `count`, or all, held chunks that nothing stands on but such."""
     leaves = [
         place for place, node in enumerate(held) if node is not None and not window.children[place]

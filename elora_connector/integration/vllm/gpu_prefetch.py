@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from elora_connector.config import EloraConfig
 from elora_connector.core.node import AdapterNode, Node
+from elora_connector.core.policy_scores import ScoresOfNow
 from elora_connector.core.types import ChunkKey, Identity, Tier
 from elora_connector.integration.vllm.geometry import Geometry
-from elora_connector.integration.vllm.gpu_chunks import Scores
 from elora_connector.integration.vllm.gpu_recipes import Recipe, RecipeBook
 from elora_connector.integration.vllm.gpu_table import CACHED
 from elora_connector.integration.vllm.gpu_view import GpuView
@@ -168,7 +168,7 @@ class Prefetcher:
         chunks = min(self._job_chunks, room // self._view.per_chunk)
         if chunks < 1:
             return None
-        scores = Scores(self._manager.tree, self._manager.policy, now)
+        scores = ScoresOfNow(self._manager.tree, self._manager.policy, Tier.GPU, now)
         tops = self._tops()
         scores.add(tops)
         for top in sorted(tops, key=scores.of, reverse=True):
@@ -204,7 +204,7 @@ class Prefetcher:
             return None
         return recipe
 
-    def _plan(self, top: Node, chunks: int, scores: Scores) -> _Plan | None:
+    def _plan(self, top: Node, chunks: int, scores: ScoresOfNow) -> _Plan | None:
         held = self._ancestors(top)
         recipe = self._usable(top)
         if held is None or recipe is None:

@@ -13,10 +13,11 @@ import numpy as np
 
 from elora_connector.core.ledger import AdapterLedger
 from elora_connector.core.node import Node
-from elora_connector.core.types import ChunkKey
+from elora_connector.core.policy_scores import ScoresOfNow
+from elora_connector.core.types import ChunkKey, Tier
 from elora_connector.integration.vllm.block_pool import PoolView
 from elora_connector.integration.vllm.gpu_check import check_dormant, check_order, check_table
-from elora_connector.integration.vllm.gpu_chunks import NO_ROW, ChunkRows, Scores, victims
+from elora_connector.integration.vllm.gpu_chunks import NO_ROW, ChunkRows, victims
 from elora_connector.integration.vllm.gpu_order import BlockOrder
 from elora_connector.integration.vllm.gpu_recipes import RecipeBook
 from elora_connector.integration.vllm.gpu_table import BlockTable, IntArray
@@ -139,7 +140,7 @@ class GpuView:
 
     def _choose(self, ids: IntArray, count: int) -> IntArray:
         tree = self.manager.tree
-        scores = Scores(tree, self.manager.policy, self.order.now)
+        scores = ScoresOfNow(tree, self.manager.policy, Tier.GPU, self.order.now)
         return victims(ids, count, self.rows, self.table, scores, tree)
 
     def _gauge(self) -> None:
