@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def questions(tiny: TinyModel) -> Iterator[list[Question]]:
     with Oracle(tiny.model) as oracle:
-        yield make_questions(oracle, tiny.adapters, 80 if LONG else 24, seed=1)
+        yield make_questions(oracle, tiny.adapters, 80 if LONG else 40, seed=1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
