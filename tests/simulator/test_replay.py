@@ -8,13 +8,18 @@ from dataclasses import replace
 
 import pytest
 
+from elora_connector.core.leaves import LeafTable
+from elora_connector.core.tree import DependencyTree
+from elora_connector.core.types import ChunkKey, Identity, Tier
 from elora_connector.errors import ConfigError, InvariantError
 from elora_connector.simulator.build import build
 from elora_connector.simulator.engine import Replay
 from elora_connector.simulator.engine_model import EngineModel, StepTime, engine_model
 from elora_connector.simulator.models import MACHINES
+from elora_connector.simulator.policies import KvFirst, WholeBranch, scoring_with
 from elora_connector.simulator.record import Record
 from elora_connector.simulator.requests import SimRequest, Trace
+from elora_connector.simulator.sweep import TTFT_LIMIT_S, mean_rate, peak_rate, run_case
 from elora_connector.simulator.systems import SYSTEMS, System, system_named
 from elora_connector.simulator.wires import Clock, Wire
 
@@ -88,6 +93,31 @@ def test_hits_of_each_policy_on_one_gpu(policy: str, names: str, chunks: int) ->
     record = run(gpu_only(policy), tiny(6), one_after_the_other(names))
     assert record.parts.kv.hits == {"gpu": chunks * CHUNK, "host": 0}
     assert record.computed == len(names) * (2 * CHUNK + 1) - chunks * CHUNK
+
+
+@pytest.mark.parametrize(("policy", "chunks"), [("LRU", 0), ("BFS", 1)])
+def test_whole_branches_go_by_the_last_use_of_their_adapter(policy: str, chunks: int) -> None:
+    # Two slots and six blocks.  C takes one from A; D takes two: the rest of A and one of B
+    # by age, but both of B as y was used longer ago than x.
+    order = [("A", "x"), ("B", "y"), ("C", "x"), ("D", "y"), ("A", "x")]
+    trace = Trace("t", CHUNK, [prompt(n, 10.0 * i, a, session=i) for i, (n, a) in enumerate(order)])
+    system = replace(SYSTEMS["vllm"], blocking=False)
+    if policy == "BFS":
+        system = replace(system, scoring=scoring_with(WholeBranch))
+    parts = build(system, tiny(14, adapters=4), trace, lora_share=0.58)
+    record = Replay(trace, parts, checks=True).run()
+    assert record.parts.kv.hits == {"gpu": chunks * CHUNK, "host": 0}
+
+
+def test_kv_goes_before_any_adapter() -> None:
+    tree = DependencyTree(chunk_nbytes=1)
+    adapter = tree.adapter(Identity("x", bytes(32)), 0.0, 1)
+    tree.set_ready(adapter, Tier.HOST)
+    chunk = tree.add(adapter, ChunkKey(b"k"), 5.0)
+    table = LeafTable(Tier.HOST)
+    table.fill([adapter, chunk])
+    scores = KvFirst(tree).scores(table, 9.0)
+    assert scores[1] < scores[0]
 
 
 def test_what_the_gpu_lost_comes_from_the_host_tier() -> None:
@@ -284,3 +314,17 @@ def test_nobody_runs_before_its_adapter_is_there(seed: int, chunks: int, sync_ms
     assert len(record.ended) == len(trace.requests)
     assert parts.adapters is not None
     assert parts.adapters.loads > 12
+
+
+def test_the_peak_is_the_last_rate_that_is_served() -> None:
+    trace = random_trace(seed=3, count=60)
+    slow = tiny(60, adapters=6, params=2e11, max_batch=2)
+    system = SYSTEMS["vllm"]
+    peak = peak_rate(trace, system, slow, lora_share=0.4)
+    assert 0.0 < peak < 64 * mean_rate(trace)
+
+    def ttft(rate: float) -> float:
+        found = run_case(trace, system, slow, rate=rate, lora_share=0.4)
+        return float(found["ttft_s"]["mean"])
+
+    assert ttft(peak) < TTFT_LIMIT_S <= ttft(1.06 * peak)
