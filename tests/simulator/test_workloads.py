@@ -208,6 +208,15 @@ def test_a_steady_client_keeps_its_rate_across_windows() -> None:
     assert set(counts[0::2]) <= {2, 3, 4}
 
 
+def test_a_quiet_client_comes_after_many_windows() -> None:
+    table = Clients(np.array([[1.0]]), np.full((1, 1), 0.1), np.zeros((1, 1), bool))
+    rng, ahead, count = np.random.default_rng(1), 0.5, 0
+    for window in range(400):
+        found, ahead = _window(table, 0, window, 0.2 / 600, ahead, rng)
+        count += len(found)
+    assert abs(count - 80) <= 5
+
+
 @pytest.mark.parametrize("cv", [0.2, 1.0, 3.0, 12.0])
 def test_weibull_gaps_have_the_measured_burstiness(cv: float) -> None:
     from math import gamma
@@ -261,6 +270,8 @@ def test_positions_in_a_session() -> None:
     assert made.of("a", 2, 55, 25)[:2] == first[:2]
     assert set(made.of("a", 2, 55, 25)[2:]).isdisjoint(first)
     assert set(made.of("b", 1, 55, 25)).isdisjoint(first)
+    # The same session behind a prefix of another length is another text.
+    assert set(made.of("a", 1, 55, 5)).isdisjoint(first)
     assert made.of("a", 1, 9, 25) == ()
     assert made.of("a", 1, 25, 55) == made.of("a", 9, 25, 55)
 
@@ -297,6 +308,18 @@ def test_no_session_goes_from_one_adapter_to_another() -> None:
     turns = [(0, "a", 1100), (1, "b", 1300), (2, "a", 1300)]
     rows = tuple(TraceRow(at, n, 1, adapter=name, blocks=(0, 1)) for at, name, n in turns)
     assert find_sessions(RawTrace("made", "elora", rows, 512, covers_answer=True)) == [0, 1, 0]
+
+
+def test_a_turn_that_goes_on_from_something_else_lends_no_prefix() -> None:
+    """A session may be edited: its next prompt does not begin with the one before."""
+    rows = (
+        TraceRow(0, 1024, 512, session="s", blocks=(0, 1)),
+        TraceRow(9, 2048, 1, session="s", blocks=(0, 2, 3, 4)),
+    )
+    first, edited = to_trace(RawTrace("made", "bailian", rows, 512), 512).requests
+    assert len(first.labels) == 3
+    assert first.labels[0] == edited.labels[0]
+    assert set(first.labels[1:]).isdisjoint(edited.labels)
 
 
 def test_an_unknown_answer_is_no_block_of_the_trace() -> None:
