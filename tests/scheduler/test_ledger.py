@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from elora_connector.core.ledger import (
     Acks,
@@ -289,7 +295,6 @@ class LedgerLife(RuleBasedStateMachine):
         super().__init__()
         self.ledger = AdapterLedger(2, 3)
         self.slotted: set[str] = set()
-        self.ledger.slot_watch.add(self)
         self.worker = _Worker()
         self.hanging: set[int] = set()
         self.sent: list[_Step] = []
@@ -299,6 +304,17 @@ class LedgerLife(RuleBasedStateMachine):
         self.count = 0
         self.now = 0.0
         self.rpcs = 0
+        self.ticks = 0
+        self.asked: dict[str, int] = {}
+        """When a request came that wants its adapter's files looked at."""
+        self.untold: set[int] = set()
+        self.looked: dict[int | None, int] = {}
+        """When the workers last looked at an adapter's files."""
+
+    @initialize(size=st.sampled_from(((2, 3), (2, 2), (1, 1), (1, 3))))
+    def start(self, size: tuple[int, int]) -> None:
+        self.ledger = AdapterLedger(*size)
+        self.ledger.slot_watch.add(self)
 
     def slot_taken(self, name: str) -> None:
         assert name not in self.slotted, "told twice"
@@ -312,6 +328,9 @@ class LedgerLife(RuleBasedStateMachine):
     def arrive(self, lora_id: int, check: Check) -> None:
         self.count += 1
         self.waiting[f"r{self.count}"] = lora_id
+        if check is not Check.NONE:
+            self.ticks += 1
+            self.asked[f"r{self.count}"] = self.ticks
         self.ledger.register(lora_id, f"n{lora_id}", check)
         self.ledger.read_ahead(lora_id)
 
@@ -323,11 +342,13 @@ class LedgerLife(RuleBasedStateMachine):
         for request_id, lora_id in list(self.waiting.items()):
             before = self.ledger.taken()
             gate = self.ledger.admit(request_id, lora_id, self.now)
-            if lora_id not in before and len(before) >= 2:
+            if lora_id not in before and len(before) >= self.ledger.slots:
                 assert gate in (Gate.NO_SLOT, Gate.SUSPENDED, Gate.LOADING)
                 assert self.ledger.taken() <= before, "no slot, and held nevertheless"
             if gate is Gate.READY:
                 assert self.ledger.identity(lora_id) is not None
+                seen, asked = self.looked.get(lora_id, 0), self.asked.pop(request_id, 0)
+                assert seen >= asked, "no look at the files since it came"
                 self.ledger.scheduled(request_id, lora_id)
                 self.running[request_id] = self.waiting.pop(request_id)
         self._send()
@@ -371,9 +392,14 @@ class LedgerLife(RuleBasedStateMachine):
         self.ledger.finished(request_id, self.running.pop(request_id))
 
     @precondition(lambda self: self.sent)
-    @rule(fails=st.booleans())
-    def work_and_report(self, fails: bool) -> None:
-        """Workers carry out the oldest step's orders; `fails`: nothing can be read."""
+    @rule(fails=st.booleans(), late=st.booleans())
+    def work_and_report(self, fails: bool, late: bool) -> None:
+        """Workers carry out the oldest step's orders.
+
+        Args:
+            fails: nothing can be read.
+            late: what became of them is told later.
+        """
         step, worker = self.sent.pop(0), self.worker
         for seq in step.cancelled:
             worker.pending.pop(seq, None)
@@ -388,7 +414,8 @@ class LedgerLife(RuleBasedStateMachine):
         for order in list(worker.pending.values()):
             if self._ends(order, fails):
                 del worker.pending[order.seq]
-        self._report()
+        if not late:
+            self._report()
 
     def _ends(self, order: Order, fails: bool) -> bool:
         """Work on an order; has it ended?"""
@@ -398,6 +425,8 @@ class LedgerLife(RuleBasedStateMachine):
             return True
         if lora_id in self.hanging and (lora_id not in host or order.check):
             return False
+        if order.seq not in self.worker.read:
+            self._look(lora_id)
         if order.placing is Placing.ON_GRANT and not (fails and lora_id not in host):
             self.worker.read.add(order.seq)
             return False
@@ -405,6 +434,12 @@ class LedgerLife(RuleBasedStateMachine):
             assert lora_id is not None
             self.ledger.failed(order.seq, lora_id)
         return True
+
+    def _look(self, lora_id: int | None) -> None:
+        self.ticks += 1
+        self.looked[lora_id] = self.ticks
+        if lora_id is not None:
+            self.untold.add(lora_id)
 
     def _obey(self, order: Order, fails: bool) -> None:
         worker = self.worker
@@ -429,8 +464,8 @@ class LedgerLife(RuleBasedStateMachine):
         """Workers take a spare where a later order names it; the ledger counts it as gone."""
         entries = self.ledger.places
         for have, room, placed in (
-            (self.worker.slots, 2, lambda e: e.in_slot),
-            (set(self.worker.host), 3, lambda e: e.in_host),
+            (self.worker.slots, self.ledger.slots, lambda e: e.in_slot),
+            (set(self.worker.host), self.ledger.host_capacity, lambda e: e.in_host),
         ):
             if len(have) <= room:
                 continue
@@ -438,7 +473,7 @@ class LedgerLife(RuleBasedStateMachine):
             spare = [i for i in spare if i not in self.ledger.in_use()]
             assert spare, f"an order finds no room among {have}"
             self.worker.slots.discard(spare[0])
-            if room == 3:
+            if have is not self.worker.slots:
                 self.worker.host.pop(spare[0])
 
     @precondition(lambda self: not self.sent)
@@ -450,8 +485,16 @@ class LedgerLife(RuleBasedStateMachine):
         self.worker.slots.discard(lora_id)
         assert self.ledger.suspended
 
+    @precondition(lambda self: self.untold)
+    @rule(check=st.sampled_from((Check.IF_CHANGED, Check.ALWAYS)))
+    def arrive_after_a_look(self, check: Check) -> None:
+        """The workers have looked at its files, and have not said so."""
+        for lora_id in sorted(self.untold):
+            self.arrive(lora_id, check)
+
     @rule()
     def _report(self) -> None:
+        self.untold.clear()
         loaded = {
             lora_id: Loaded(
                 lora_id,
@@ -489,7 +532,7 @@ class LedgerLife(RuleBasedStateMachine):
                 break
             self.ask_all()
             while self.sent:
-                self.work_and_report(False)
+                self.work_and_report(False, False)
             for request_id in list(self.running):
                 self.ledger.finished(request_id, self.running.pop(request_id))
         assert not self.waiting, f"starved: {self.waiting}"
