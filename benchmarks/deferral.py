@@ -78,6 +78,11 @@ def waits() -> list[Wait]:
     rig = _warm(store=store, delays={"lookup": 1, "fetch": FETCH_STEPS})
     kind = f"remote hit, transfer of {FETCH_STEPS} steps"
     found.append(_ask(rig, kind, "a", prompt(LENGTH), FETCH_STEPS))
+    rig = Rig(SYNC, max_loras=1, max_cpu_loras=2, remote=False)
+    for adapter in ("a", "b", "a"):
+        rig.run(rig.submit(adapter, prompt(2, 99)))
+        rig.settle()
+    found.append(_ask(rig, "adapter that comes back to its slot", "b", prompt(LENGTH), 0))
     rig = Rig(SYNC, delays={"adapter": 2})
     found.append(_ask(rig, "adapter to be loaded, 2 steps", "a", prompt(LENGTH), 2))
     return found
