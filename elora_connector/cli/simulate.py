@@ -229,6 +229,12 @@ def _render(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
     if with_peak:
         columns["peak rate"] = "right"
     out.print(table(columns, [_cells(row, with_peak) for row in rows], title=title))
+    for row in rows:
+        if refused := row["result"]["refused"]:
+            out.print(
+                f"{row['policy']}, memory {row['memory']:g}: {refused:g} requests were longer than "
+                "its GPU memory holds, and are in no figure"
+            )
 
 
 def _cells(row: dict[str, Any], with_peak: bool) -> list[str]:

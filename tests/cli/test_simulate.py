@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elora_connector.cli.app import app
+from elora_connector.simulator.requests import SimRequest, Trace
 from elora_connector.simulator.traces.elora import write_trace
 from elora_connector.simulator.workloads import Demand, make_workload
 
@@ -54,6 +55,16 @@ def test_a_file_is_replayed_and_the_table_names_every_policy(tmp_path: Path) -> 
     assert "vllm" in out
     assert "lru" in out
     assert json.loads(saved.read_text())["means"][0]["rate"] is None
+
+
+def test_requests_that_fit_nowhere_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    sizes = [1_000_000, 100]
+    requests = [SimRequest(float(i), "x", i, 0, 0.0, (), n, 1) for i, n in enumerate(sizes)]
+    write_trace(Trace("t", 256, requests), file)
+    code, out, err = call("--trace", str(file), "--policy", "elora")
+    assert code == 0, err
+    assert "elora, memory 1: 1 requests were longer than its GPU memory holds" in out
 
 
 @pytest.mark.parametrize(
