@@ -241,3 +241,28 @@ def test_blocks_of_the_rig_are_what_vllm_thinks() -> None:
     rig = Rig(SYNC)
     assert rig.side.geometry.block_size == BLOCK
     assert rig.side.geometry.chunk_bytes == rig.ranks[0].memory.sizes.chunk_bytes
+
+
+def test_chunks_of_a_request_that_begins_anew_have_the_new_content_in_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It retrieves nothing, so its keys are not asked for when it waits again."""
+    rig = Rig(SYNC, remote=False)
+    seen: dict[bytes, set[bytes]] = {}
+    begin = rig.side.manager.begin_store
+
+    def spy(request_id: str, identity: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.setdefault(identity.digest, set()).update(keys)
+        return begin(request_id, identity, keys, *args, **kwargs)
+
+    monkeypatch.setattr(rig.side.manager, "begin_store", spy)
+    request = rig.submit("a", prompt(17), max_tokens=20, params={"elora.retrieve": False})
+    while len(rig.answers[request].tokens) < 3:
+        rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.change("a")
+    rig.add_lora("a", load_inplace=True)
+    rig.run(request)
+    old, new = seen.values()
+    assert not old & new
+    rig.drain()

@@ -99,8 +99,12 @@ class RequestTracker:
         return self._hash(root, chunk_size, self.request.all_token_ids)
 
     def keys_upto(self, root: bytes, chunk_size: int, chunks: int) -> list[ChunkKey]:
-        """Keys of the first `chunks` chunks."""
-        if self.hasher is not None and len(self.hasher.keys) >= chunks:
+        """Keys of the first `chunks` chunks.
+
+        Known ones serve only under the same root: a request that begins anew may do so
+        under other weights.
+        """
+        if self.hasher is not None and self.root == root and len(self.hasher.keys) >= chunks:
             return self.hasher.keys[:chunks]
         return self._hash(root, chunk_size, self.request.all_token_ids)[:chunks]
 
