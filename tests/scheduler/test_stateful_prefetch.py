@@ -79,8 +79,8 @@ class PrefetchLife(Life):
         self._submit(adapter, prompt(33, document), 1)
         self._finish()
         pool = self.rig.scheduler.kv_cache_manager.block_pool
-        free = [b for b in pool.blocks if not b.ref_cnt and b.block_hash is not None]
-        pool.evict_blocks({block.block_id for block in free})
+        # All of them: a block that a store still reads must not lose only its parent.
+        pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash is not None})
         self.rig.fail_loads = float(what == "fail")
         self._submit(adapter, prompt(2, 9), 1)
         if self._under_way():
