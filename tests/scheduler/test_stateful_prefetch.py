@@ -78,8 +78,11 @@ class PrefetchLife(Life):
             return
         self._submit(adapter, prompt(33, document), 1)
         self._finish()
+        if self._unfinished():
+            return
+        self.rig.settle()
         pool = self.rig.scheduler.kv_cache_manager.block_pool
-        # All of them: a block that a store still reads must not lose only its parent.
+        # Of a pool at rest: what is registered meanwhile would stand on a missing block.
         pool.evict_blocks({b.block_id for b in pool.blocks if b.block_hash is not None})
         self.rig.fail_loads = float(what == "fail")
         self._submit(adapter, prompt(2, 9), 1)
