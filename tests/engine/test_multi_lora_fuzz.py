@@ -95,7 +95,7 @@ class Fuzz:
             (6, self._cancel),
             (3, self._reload),
             (1, self._restart_store),
-            (1, self._drop_gpu_cache),
+            (2, self._drop_gpu_cache),
         ]
         verbs = [verb for weight, verb in acts for _ in range(weight)]
         self.issued = 0
@@ -114,7 +114,13 @@ class Fuzz:
         adapter = self.rng.choices([None, *self.adapters], [2, 4, 3, 2, 2])[0]
         tokens = self._prompt(adapter)
         length = self.rng.choice([1, 2, 4, 8, 8, 40])
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        choice = self.rng.choices([None, "elora.retrieve", "elora.store"], [12, 3, 1])[0]
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=length,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {choice: False}} if choice else None,
+        )
         name = f"r{self.issued}"
         self.issued += 1
         self.live.llm.llm_engine.add_request(
@@ -162,7 +168,8 @@ class Fuzz:
         self.restarts += 1
 
     def _drop_gpu_cache(self) -> None:
-        self.live.llm.reset_prefix_cache()
+        """Half the time also what runs begins anew."""
+        self.live.llm.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
 
     # ---- prompts ------------------------------------------------------------------
 
