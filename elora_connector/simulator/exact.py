@@ -112,9 +112,10 @@ class _Cache:
     def _gone(self, used: float, now: float) -> bool:
         return self._idle_s is not None and now - used > self._idle_s
 
-    def keep(self, request: SimRequest) -> None:
-        """Prompt and answer are here now, or as much of their beginning as there is room."""
-        for label in reversed(request.labels[: self._capacity]):
+    def keep(self, request: SimRequest, count: int) -> None:
+        """The first `count` chunks are here now, or as many of them as there is room for."""
+        kept = count if self._capacity is None else min(count, self._capacity)
+        for label in reversed(request.labels[:kept]):
             key = request.adapter, label
             self._used[key] = request.at
             self._used.move_to_end(key)
@@ -125,6 +126,12 @@ class _Cache:
 def hittable_chunks(request: SimRequest, chunk_tokens: int) -> int:
     """Full chunks before the last token of the prompt, which vLLM always computes."""
     return min(len(request.labels), max(0, request.prompt_tokens - 1) // chunk_tokens)
+
+
+def kept_chunks(request: SimRequest, chunk_tokens: int) -> int:
+    """Full chunks of prompt and answer before the last token, whose KV is never computed."""
+    known = request.prompt_tokens + request.output_tokens
+    return min(len(request.labels), max(0, known - 1) // chunk_tokens)
 
 
 def replay_trace(
@@ -153,5 +160,5 @@ def replay_trace(
         found.prompt_chunks += count
         found.hit_chunks += hits
         found.hit_tokens += hits * trace.chunk_tokens
-        cache.keep(request)
+        cache.keep(request, kept_chunks(request, trace.chunk_tokens))
     return found

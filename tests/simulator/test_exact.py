@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,13 @@ def test_the_last_token_is_always_computed() -> None:
 def test_answers_are_kept_for_the_next_turn() -> None:
     first = request([1, 2, 3], prompt=5)
     found = replay_trace(trace(first, request([1, 2, 3, 4])))
-    assert (found.prompt_chunks, found.hit_chunks) == (1 + 4, 3)
+    # 5 + 1 tokens: one chunk.
+    assert (found.prompt_chunks, found.hit_chunks) == (1 + 4, 1)
+    long = replace(first, output_tokens=8)
+    assert replay_trace(trace(long, request([1, 2, 3, 4]))).hit_chunks == 3
+    # The KV of an answer's last token is never computed.
+    short = replace(first, output_tokens=7)
+    assert replay_trace(trace(short, request([1, 2, 3, 4]))).hit_chunks == 2
 
 
 def test_no_adapter_hits_the_kv_of_another() -> None:
